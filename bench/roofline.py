@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from fp8pass.gpu.target import named
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target, as_published
 from fp8pass.recipes import BUILT_IN, NAMED, Recipe
@@ -153,10 +154,9 @@ def _target(name: str, values: dict[str, Any]) -> Target:
 
 def _named(gpu: str) -> Target:
     """Return the target of a GPU, by the GPU's name in CUDA."""
-    for name, target in TARGETS.items():
-        if name.upper() in gpu.upper():
-            return target
-    raise SystemExit(f"there is no target for the GPU {gpu!r}: describe it in a file, and pass that as --machine")
+    if (target := named(gpu)) is None:
+        raise SystemExit(f"there is no target for the GPU {gpu!r}: describe it in a file, and pass that as --machine")
+    return target
 
 
 def _point(row: dict[str, Any], gpu: str, target: Target) -> Point:

@@ -579,7 +579,7 @@ def context_for_later() -> TracingContext:
 
 @contextlib.contextmanager
 def context_of_one_graph() -> Iterator[None]:
-    """Compile one graph in a context of its own, whose backward torch may compile when it first runs.
+    """Compile one graph, whose backward torch may compile when it first runs, in a context that no other graph has.
 
     AOTAutograd stores what it knows of a graph in the compilation's context: which saved tensors its backward may
     overwrite, for example. It reads that when it compiles the backward, which may be after it has compiled other graphs

@@ -242,18 +242,22 @@ _LABELS = {
 }
 
 
+def named(label: str) -> Target | None:
+    """Return the target of a GPU by the name that torch gives it, "NVIDIA H200"; None if it is not known."""
+    label = label.removeprefix("NVIDIA ").partition(" MIG ")[0]
+    return next((TARGETS[name] for pattern, name in _LABELS.items() if re.fullmatch(pattern, label)), None)
+
+
 def published(properties: Any) -> Target:
     """Return the published figures of a GPU, from `torch.cuda.get_device_properties`.
 
     If its name is not known, they are those of the nearest one of its kind, for its number of multiprocessors, its
     clock and its memory.
     """
-    name = properties.name.removeprefix("NVIDIA ").partition(" MIG ")[0]
-    capability = properties.major, properties.minor
-    found = next((TARGETS[of] for label, of in _LABELS.items() if re.fullmatch(label, name)), None)
+    capability, found = (properties.major, properties.minor), named(properties.name)
     if found is not None and found.capability == capability:
         return found
-    return _scaled(nearest(capability, "GeForce" in name), properties)
+    return _scaled(nearest(capability, "GeForce" in properties.name), properties)
 
 
 def _scaled(near: Target, properties: Any) -> Target:

@@ -1,4 +1,4 @@
-"""Try on a GPU which FP8 matmuls `torch._scaled_mm` computes, and whether they are right: a script of its own.
+"""Try on a GPU which FP8 matmuls `torch._scaled_mm` computes, and whether they are right: a script.
 
 Run as `python trial.py DEVICE ANSWERS KIND...` in a process of its own, since an error of a kernel may make all later
 calls of CUDA fail in its process. It needs torch alone. It appends two lines of JSON to the file ANSWERS for each case,

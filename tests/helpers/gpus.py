@@ -80,18 +80,18 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def there(
-    folder: Path, target: str | Target, label: str = "", available: bool = False, **changed: Any
+    folder: Path, target: str | Target, label: str = "", available: bool = False, count: int = 1, **changed: Any
 ) -> Iterator[Pretended]:
     """Pretend that a GPU is there, within the context.
 
-    folder: Inductor's cache folder. available: torch says so, too, and Dynamo would look for it. changed: other
-    properties.
+    folder: Inductor's cache folder. available: torch says so, too, and Dynamo would look for it. count: of such GPUs.
+    changed: other properties.
     """
     of = TARGETS[target] if isinstance(target, str) else target
     found = properties_of(label or LABELS.get(of.name, of.name), of, **changed)
     gpu = Pretended(of)
     values: dict[str, Callable[..., Any]] = {
-        "device_count": lambda: 1,
+        "device_count": lambda: count,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
         "get_device_properties": lambda *_: found,

@@ -47,7 +47,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
             r"unknown recipe 'delay': choose one of 'delayed', 'dynamic', .*; did you mean 'delayed'\?",
         ),
         ({"lowering": "triton"}, "unknown lowering 'triton': choose one of 'inductor', 'eager'"),
-        ({"target": "h20"}, r"unknown target 'h20'.*did you mean 'h200'\?"),
+        ({"target": "h102"}, r"unknown target 'h102'.*did you mean 'h100'\?"),
         ({"mode": "max-autotun"}, r"unknown mode 'max-autotun': .*did you mean 'max-autotune'\?"),
         ({"recipe": fp8pass.recipes.Recipe()}, "unknown recipe"),
         ({"min_speedup": -1}, "min_speedup=-1: a ratio of times"),

@@ -12,9 +12,9 @@ import torch
 import fp8pass
 from fp8pass._torch import inductor_config
 from fp8pass.cli import main
-from fp8pass.hardware import TARGETS
-from fp8pass.inspect.fake_cuda import properties
+from fp8pass.hardware import TARGETS, sizes
 from fp8pass.versions import TESTED
+from tests.helpers.gpus import LABELS, there
 
 NATIVE = {"delayed", "dynamic", "rowwise", "rowwise_gw_hp"}
 
@@ -23,7 +23,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """Return {name: value} of the lines that the command prints."""
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 30
+    assert len(lines) < 40
     column = next(i for i in range(len(lines[0])) if lines[0].startswith(fp8pass.__version__, i))
     assert all(line[column - 2 : column] == "  " for line in lines)  # aligned
     return {line[:column].strip(): line[column:] for line in lines}
@@ -80,27 +80,23 @@ def test_recipes_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("name", "native"),
-    [("a100", set()), ("sm_89", NATIVE), ("h100", NATIVE | {"blockwise"}), ("b200", NATIVE | {"mxfp8"})],
+    [
+        ("a100", set()),
+        ("l40s", NATIVE),
+        ("h100", NATIVE | {"blockwise"}),
+        ("b200", NATIVE | {"mxfp8"}),
+        ("rtx5090", NATIVE | {"mxfp8"}),
+    ],
 )
 def test_recipes_on_gpus(
-    name: str, native: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, native: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target = TARGETS[name]
-    for attribute, value in {
-        "is_available": True,
-        "device_count": 8,
-        "get_device_properties": properties(target),
-        "get_device_capability": target.capability,
-        "get_device_name": properties(target).name,
-    }.items():
-        monkeypatch.setattr(torch.cuda, attribute, lambda *_, value=value: value)
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr("fp8pass.hardware.pretended_device", torch.device("cuda", 0))
-    found = printed(capsys)
+    with there(tmp_path, name, available=True, count=8):
+        found = printed(capsys)
     assert found["torch"].endswith("CUDA 12.9")
-    major, minor = target.capability
-    assert (
-        found["GPU"] == f"8 x {properties(target).name}, sm_{major}{minor}, {properties(target).total_memory >> 30} GiB"
-    )
+    assert found["GPU"] == f"8 x {LABELS[name]}, {target.sm}, {sizes(target).memory >> 30} GiB"
     assert {recipe for recipe in (*NATIVE, "blockwise", "mxfp8") if found[recipe].startswith("native")} == native
     assert found["delayed"].startswith("declined: ") == (name == "a100")

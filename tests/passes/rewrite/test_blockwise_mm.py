@@ -145,7 +145,9 @@ def test_elsewhere_it_stays_a_matmul_of_the_same_values(case: str) -> None:
     module, (gemm,), inputs, function = rewritten(case)
     assert gemm.status == "declined"
     assert gemm.rule == "no kernel"
-    name, gpu, cuda = ("mxfp8", "sm_100", "12.8") if "32" in case.split(" ")[0] else ("blockwise", "sm_90", "12.9")
+    name, gpu, cuda = (
+        ("mxfp8", "sm_100, sm_103, sm_120", "12.8") if "32" in case.split(" ")[0] else ("blockwise", "sm_90", "12.9")
+    )
     assert gemm.reason == (
         f"{name} kernels exist on {gpu} with CUDA {cuda} or later, not on cpu; the same FP8 values are multiplied in "
         "high precision"
