@@ -15,10 +15,11 @@ import torch
 from fp8pass import cli, hardware
 from fp8pass.cli import main
 from fp8pass.errors import Fp8Error
-from fp8pass.hardware import TARGETS
+from fp8pass.gpu.machine_file import to_json
+from fp8pass.hardware import TARGETS, Target
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import FakeCuda, _choices, properties, resources, widths
-from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
+from fp8pass.inspect.inspector import Compiled, Inspection, Kernel, Run, inspect
 from fp8pass.inspect.kernel_time import kernel_seconds
 from fp8pass.inspect.process import _built, _factory, _Work
 from fp8pass.roofline import gemm_seconds, memory_seconds
@@ -277,9 +278,35 @@ def test_a_model_larger_than_memory(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [k["what"] for k in runs[0]["kernels"]] == [k["what"] for k in runs[1]["kernels"]]
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_every_gpu_has_a_size(name: str) -> None:
-    assert properties(TARGETS[name]).multi_processor_count > 100
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)])
+def test_every_capability_has_properties(capability: tuple[int, int]) -> None:
+    found = properties(Target("mine", capability, 1e14, 2e14, 1e12))
+    assert found.multi_processor_count > 40 and found.L2_cache_size >= 24 << 20
+    assert found.shared_memory_per_block_optin == (99 if capability[0] in (8, 12, 13) else 227) << 10
+    own = properties(Target("mine", capability, 1e14, 2e14, 1e12, multiprocessors=16, shared_memory=64 << 10))
+    assert (own.multi_processor_count, own.shared_memory_per_block_optin) == (16, 63 << 10)
+
+
+def test_a_machine_that_no_table_knows(tmp_path: Path) -> None:
+    """Triton compiles for the architecture of the machine's file, with the shared memory that it names."""
+    file = tmp_path / "mine.json"
+    mine = Target("mine", (12, 1), 1e14, 2e14, 3e11, multiprocessors=20)
+    file.write_text(to_json(mine))
+    found = inspect("tests.helpers.inspected:linear", machine=file, recipe="dynamic", ptx=True, options=ANY_SIZE)
+    assert found.target == "mine" and len(found.runs) == 2
+    kernels = [k for run in found.runs for k in run.of("triton")]
+    assert kernels and all(k.compiled is not None and k.compiled.shared <= 99 << 10 for k in kernels)
+    (gemm, *_) = found.runs[0].of("gemm")
+    assert gemm.seconds == gemm_seconds(mine, 512, 256, 1024, E4M3, 2)
+
+
+def test_a_kernel_that_does_not_fit_is_refused() -> None:
+    gpu = FakeCuda.__new__(FakeCuda)
+    gpu.target, gpu.properties = TARGETS["rtx5090"], properties(TARGETS["rtx5090"])
+    small, large = (Compiled((), (), 64, 0, 2, shared=size << 10) for size in (99, 100))
+    assert gpu._fitting("kernel", [small, large]) == [small]
+    with pytest.raises(Fp8Error, match="kernel takes 102400 bytes of shared memory, and a block has 101376 on rtx5090"):
+        gpu._fitting("kernel", [large])
 
 
 def test_the_command_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
