@@ -254,11 +254,10 @@ class TrainStep:
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this as its backend."""
         running = frames_op_by_op(until=TrainStep.__call__.__code__)
-        callers = [f for f in running if not f.f_code.co_filename.startswith(PACKAGE)]
-        for frame in callers:
-            self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
-        if callers:
-            self._calls.place(module, callers[0])
+        for frame in running:
+            if not frame.f_code.co_filename.startswith(PACKAGE):
+                self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
+        self._calls.place(module)
         return self._compile_part(module, example_inputs)
 
     def _compile_part(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

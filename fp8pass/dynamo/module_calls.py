@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import linecache
 import re
+import sys
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,7 @@ from fp8pass._torch import (
     dynamo_is_on,
     skip_code,
 )
+from fp8pass.names import is_users_file
 
 Call = Callable[..., Any]
 
@@ -55,6 +57,8 @@ class ModuleCalls:
         """True if a module's latest call in a forward was compiled: its recomputation in a backward does the same."""
         self.stays = False
         """True if calls are caught from the beginning of each step."""
+        self.is_on = True
+        """False while calls of modules run as if they were not caught, other than recomputations in a backward."""
 
     def caught(self, modules: Iterable[nn.Module], is_first: bool) -> Caught:
         """Return a context in which calls of these modules and their submodules are compiled.
@@ -64,8 +68,24 @@ class ModuleCalls:
         """
         return Caught(self, modules, at_once=is_first or self.stays)
 
-    def place(self, graph: fx.GraphModule, caller: FrameType) -> None:
+    def catch(self, wholes: Sequence[nn.Module], modules: Iterable[nn.Module]) -> dict[nn.Module, Call | None]:
+        """Catch the calls of modules; return what another `ModuleCalls` had set for each, or None.
+
+        wholes: the modules that name them. What `module.compile()` set stays in force.
+        """
+        if self.by_path:
+            ordered = sorted(wholes, key=lambda m: sum(1 for _ in m.modules()))  # the largest last: its paths win
+            self.paths.update({part: (weakref.ref(m), path) for m in ordered for path, part in m.named_modules()})
+        before = {module: vars(module).get(MODULE_CALL) for module in modules}
+        caught = {m: call for m, call in before.items() if call is None or getattr(call, "func", None) is _called}
+        for module in caught:
+            vars(module)[MODULE_CALL] = functools.partial(_called, self, module)
+        return caught
+
+    def place(self, graph: fx.GraphModule) -> None:
         """Replace this file's lines in the stack traces of a module's graph by the user's line that calls it."""
+        if (caller := _users_caller()) is None:
+            return
         file, line = caller.f_code.co_filename, caller.f_lineno
         at, code = f'  File "{file}", line {line}, in ', linecache.getline(file, line).strip()
         for part in graph.modules():
@@ -85,7 +105,8 @@ class ModuleCalls:
         """
         # In a backward, a checkpoint recomputes its forward and must save the same tensors: the earlier choice is kept.
         if current_graph_task_id() == -1:
-            self._compiles[module] = (is_on or _is_off_for_checkpointing()) and _is_worth_it(module)
+            compiles = self.is_on and (is_on or _is_off_for_checkpointing())
+            self._compiles[module] = compiles and compiles_alone(module)
         if not self._compiles.get(module, False):
             # not `module` itself, whose call would come back here
             return functools.partial(type(module)._call_impl, module)
@@ -94,12 +115,14 @@ class ModuleCalls:
             # In the key: the path, because recipes and filters may go by names; shapes, because a call with others
             # would recompile the same code, up to Dynamo's recompile limit.
             shapes = tuple((name, p.shape) for name, p in module.named_parameters())
-            kind = type(root), path, type(module), shapes
+            function = _forward if _has_backward_hooks(module) else _call
+            kind = function, type(root), path, type(module), shapes
             if kind not in self._of_kind:
-                self._of_kind[kind] = torch.compile(_own(_call, type(module).__name__), backend=self._backend)
+                self._of_kind[kind] = torch.compile(_own(function, type(module).__name__), backend=self._backend)
             call = self._of_module[module] = self._of_kind[kind]
         self.stays = True
-        return functools.partial(call, root, path)
+        compiled = functools.partial(call, root, path)
+        return functools.partial(_hooked, module, compiled) if _has_backward_hooks(module) else compiled
 
     def _place_of(self, module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the root through which to call a module, and its path there; the module and () without a path."""
@@ -115,7 +138,7 @@ class Caught:
         self._calls = calls
         self._modules = modules
         self._at_once = at_once
-        self._caught: list[nn.Module] = []
+        self._caught: dict[nn.Module, Call | None] = {}
 
     def __enter__(self) -> None:
         if self._at_once:
@@ -124,8 +147,11 @@ class Caught:
 
     def __exit__(self, *_: object) -> None:
         callback_handler.remove_start_callback(self._begin)
-        for module in self._caught:
-            vars(module).pop(MODULE_CALL, None)
+        for module, before in self._caught.items():
+            if before is None:
+                vars(module).pop(MODULE_CALL, None)
+            else:
+                vars(module)[MODULE_CALL] = before
 
     def _begin(self, _: Any) -> None:
         if not self._caught:
@@ -133,15 +159,10 @@ class Caught:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _catch(self) -> None:
-        wholes = sorted(self._modules, key=lambda m: sum(1 for _ in m.modules()))  # the largest last: its paths win
-        paths = {part: (weakref.ref(m), path) for m in wholes for path, part in m.named_modules()}
-        if self._calls.by_path:
-            self._calls.paths.update(paths)
-        for module in paths:
-            self._calls.stays |= _is_called_in_full(module)
-            if MODULE_CALL not in vars(module):  # set by `module.compile()` too, which stays in force
-                vars(module)[MODULE_CALL] = functools.partial(_called, self._calls, module)
-                self._caught.append(module)
+        wholes = list(self._modules)
+        parts = dict.fromkeys(part for whole in wholes for part in whole.modules())
+        self._calls.stays |= any(map(_is_called_in_full, parts))
+        self._caught = self._calls.catch(wholes, parts)
 
 
 def _called(calls: ModuleCalls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -150,10 +171,35 @@ def _called(calls: ModuleCalls, module: nn.Module, *args: Any, **kwargs: Any) ->
     return calls.choose(module, dynamo_is_on())(*args, **kwargs)
 
 
+def _users_caller() -> FrameType | None:
+    """Return the user's frame that calls the innermost caught module, whether Dynamo has compiled it or not."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _called.__code__:
+        frame = frame.f_back
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def _call(module: nn.Module, path: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
     for name in path:
         module = module._modules[name]  # type: ignore[assignment]
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _forward(module: nn.Module, path: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _hooked(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call a module whose hooks run op by op, and whose forward is replaced."""
+    vars(module)["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    finally:
+        del vars(module)["forward"]
 
 
 _OWN_LINE = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in (.*)\n.*')
@@ -164,7 +210,7 @@ def _own(function: Any, name: str) -> Any:
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
-for _function in (_called, Caught._begin):  # Dynamo compiles no frame of these functions
+for _function in (_called, _hooked, Caught._begin):  # Dynamo compiles no frame of these functions
     skip_code(_function.__code__)
 
 
@@ -173,10 +219,19 @@ def _is_off_for_checkpointing() -> bool:
     return all(f.__module__ == "torch.utils.checkpoint" for f in disabled_functions()[1:])
 
 
-def _is_worth_it(module: nn.Module) -> bool:
+def compiles_alone(module: nn.Module) -> bool:
+    """Return whether a module is worth compiling by itself, and can be, if it has hooks around its backward."""
+    # Hooks that are not full get what autograd's last node gets, which would be the whole compiled graph's.
+    is_hookable = "forward" not in vars(module) and module._is_full_backward_hook is not False
     # Only matrices are multiplied: biases and the weights of norms are vectors. A loss multiplies nothing, but run op
     # by op it makes more passes over memory.
-    return isinstance(module, Loss) or any(p.dim() > 1 for p in module.parameters())
+    is_worth_it = isinstance(module, Loss) or any(p.dim() > 1 for p in module.parameters())
+    return is_worth_it and (is_hookable or not _has_backward_hooks(module))
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether the graph breaks at a call of a module, for hooks around its backward, but not in its forward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _is_called_in_full(module: nn.Module) -> bool:
