@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -29,14 +29,14 @@ with required_names():
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo import device_interface
+    from torch._dynamo import device_interface, eval_frame
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.distributed import DDPOptimizer
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.code_context import code_context
     from torch._dynamo.convert_frame import ConvertFrame, output_codes
-    from torch._dynamo.eval_frame import skip_code
+    from torch._dynamo.eval_frame import OptimizeContext, innermost_backend, skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -649,15 +649,53 @@ def instead_of_ddp_optimizer(cuts: Callable[[Any, dict[str, Any], fx.GraphModule
     compile_buckets = DDPOptimizer.compile_fn
 
     def compile_fn(self: DDPOptimizer, module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        backend, options = self.backend_compile_fn, {}
-        backend = getattr(backend, "_torchdynamo_orig_backend", backend)  # Dynamo's wrapper, which writes repros
-        if hasattr(backend, "compiler_fn"):  # torch.compile's, with its options
-            backend, options = backend.compiler_fn, backend.kwargs
-        if cuts(backend, options, module, self.bucket_bytes_cap):
+        if cuts(*_with_options(self.backend_compile_fn), module, self.bucket_bytes_cap):
             return self.backend_compile_fn(module, *args, **kwargs)
         return compile_buckets(self, module, *args, **kwargs)
 
     DDPOptimizer.compile_fn = compile_fn  # type: ignore[assignment, method-assign]
+
+
+def _with_options(backend: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the backend that `torch.compile` was given, without Dynamo's wrappers, and its keyword arguments."""
+    backend = innermost_backend(backend)
+    return (backend.compiler_fn, backend.kwargs) if hasattr(backend, "compiler_fn") else (backend, {})
+
+
+def instead_of_compiled(
+    backend: Callable[..., Any],
+    instead: Callable[[Callable[..., Any], Callable[..., Any], dict[str, Any]], Callable[..., Any]],
+) -> None:
+    """Let `torch.compile` with this backend return `instead(function, compiled, options)`, from now on.
+
+    function: the user's. compiled: what `torch.compile` would return. options: keyword arguments of the backend. For a
+    module, the function is what calls it. Dynamo traces `function` where code that it traces calls the result.
+    """
+    # `backend_ctx_ctor`, Dynamo's own way, gets neither the function nor through torch.compile's wrapper of a backend,
+    # and a dispatch mode that it leaves stays in force: Dynamo restores the dispatch keys from before.
+    compile_function = OptimizeContext.__call__
+
+    def compile_and_replace(self: OptimizeContext, fn: Any) -> Any:
+        compiled = compile_function(self, fn)
+        given, options = _with_options(self.callback)
+        if given is not backend or not isinstance(compiled, FunctionType):
+            return compiled
+        result: Any = functools.update_wrapper(instead(fn, compiled, options), compiled)
+        result._torchdynamo_wrapper_id = id(result)  # Dynamo takes no other function for torch.compile's
+        skip_code(result.__code__)
+        return result
+
+    OptimizeContext.__call__ = compile_and_replace  # type: ignore[method-assign]
+
+
+def compiles_first_calls() -> bool:
+    """Return whether Dynamo compiles a function of `torch.compile` that is called now, for the first time.
+
+    Not while something else traces the call, nor under a dispatch mode, as that of fake tensors, nor if compilation is
+    switched off for the time being.
+    """
+    is_on = not dynamo_config.disable and eval_frame._stance.stance == "default"
+    return is_on and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
 def ddp_goes_on() -> bool:
@@ -813,6 +851,7 @@ __all__ = [
     "CustomOpDef",
     "CustomPartitionerFn",
     "ExternKernel",
+    "FSDPModule",
     "FakeTensor",
     "FakeTensorMode",
     "FixedTritonConfig",
@@ -878,6 +917,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "compiled_scope",
+    "compiles_first_calls",
     "context_for_later",
     "context_of",
     "context_of_one_graph",
@@ -913,6 +953,7 @@ __all__ = [
     "inductor_lowering",
     "inductor_ops",
     "inductor_post_grad",
+    "instead_of_compiled",
     "instead_of_ddp_optimizer",
     "is_alias_of",
     "is_deterministic",

@@ -21,10 +21,12 @@ from fp8pass._torch import (
     detect_fake_mode,
     first_call_is_fake,
     in_aot_compile,
+    instead_of_compiled,
     trace_again,
     tracing,
 )
 from fp8pass.dump.writer import Dump
+from fp8pass.dynamo.first_step import FirstStep, judged, tell
 from fp8pass.dynamo.retry import take_note_of_graph
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import Attempt, Later, fall_back, left_out
@@ -92,6 +94,23 @@ def fp8pass(
                 f"{option} is an option of fp8pass.train_step, which knows the optimizer: decorate the step with it"
             )
     return compile_graph(module, example_inputs, config)
+
+
+def _watched(function: Callable[..., Any], compiled: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Return what `torch.compile` returns with this backend: the compiled function, whose first step is judged."""
+    first = FirstStep(function, compiled, functools.partial(make_config, **options), compile_graph)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if first.calls is not None or (not first.is_judged and torch.is_grad_enabled()):
+            return first.call(*args, **kwargs)
+        if judged:  # by the last step, which no eager optimizer has ended
+            tell()
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+instead_of_compiled(fp8pass, _watched)
 
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:

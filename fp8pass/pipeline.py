@@ -94,7 +94,7 @@ from fp8pass.passes.update.written import written as written
 from fp8pass.passes.update.written import written_only_by_optimizers as written_only_by_optimizers
 from fp8pass.recipes import Recipe, Schedule
 from fp8pass.report.graph_view import drawn, part_of
-from fp8pass.report.report import Report, Timing, publish
+from fp8pass.report.report import Report, Timing, are_judged, publish
 from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
 
@@ -426,12 +426,12 @@ def _for_layer(gemm: Gemm, of: MatmulChoice, choices: Sequence[MatmulChoice], in
 
 
 def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
-    """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected.
+    """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected, unless others judge it.
 
     Call it after the graph is compiled. report: of that graph.
     """
     reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
-    if reasons and report.graphs and not report.rewritten and not overrides.current():
+    if reasons and report.graphs and not report.rewritten and not overrides.current() and not are_judged():
         warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
             "print(fp8pass.explain(model, *inputs)) has all reasons"

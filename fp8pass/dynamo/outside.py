@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from fp8pass import hardware
 from fp8pass._torch import (
     RUNS_BACKWARD,
+    FSDPModule,
     OpOverload,
     TorchDispatchMode,
     all_compilations,
@@ -307,6 +308,22 @@ class Outside(TorchDispatchMode):
             gemms += _backward(f, g)
         return gemms
 
+    def layers(self, model: nn.Module | None, config: Config) -> dict[nn.Module, nn.Module]:
+        """Return {what could be compiled by itself: the outermost module} for matmuls that ran outside of graphs.
+
+        Dynamo begins no graph in torch's own modules. Each is the largest around its matmul that has no module of the
+        user's, which Dynamo compiles by itself. Left out are `model`, modules that FSDP manages, and what runs without
+        Dynamo.
+        """
+        reasons, layers = _Reasons(), dict[nn.Module, nn.Module]()
+        for f in self._found:
+            modules = f.place.modules
+            layer = next((m for m in reversed(modules) if m is not model and _is_of_torch(m)), None)
+            is_disabled = any(line.disables for line in f.place.lines)
+            if layer is not None and not is_disabled and self._verdict(f, config, reasons).rule == "outside":
+                layers[layer] = modules[-1]
+        return layers
+
     def _verdict(self, found: _Found, config: Config, reasons: _Reasons) -> Reject:
         try:
             _check_wanted(found, config)
@@ -441,6 +458,13 @@ class _Names:
             return known
         storage = _storage(x)  # `_base` is None for views made where autograd does not track them
         return None if storage is None else self._by_storage.get(storage)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Return whether torch defines what a module and its submodules compute, and FSDP does not manage them."""
+    parts = list(module.modules())
+    files = [getattr(getattr(type(part).forward, "__code__", None), "co_filename", "") for part in parts]
+    return all(file.startswith(TORCH) for file in files) and not any(isinstance(part, FSDPModule) for part in parts)
 
 
 def _storage(x: Tensor) -> int | None:

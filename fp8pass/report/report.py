@@ -424,19 +424,29 @@ def _plain(value: Any) -> Any:
 
 
 _collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=None)
+_judges: ContextVar[bool] = ContextVar("fp8pass_judges", default=False)
 
 
 @contextmanager
-def collect() -> Iterator[Report]:
-    """Collect the verdicts of all graphs compiled in this context in a Report; at the end, add them to an outer one."""
+def collect(judges: bool = False) -> Iterator[Report]:
+    """Collect the verdicts of all graphs compiled in this context in a Report; at the end, add them to an outer one.
+
+    judges: True if the caller warns of what does not run in FP8, which single graphs then do not.
+    """
     report = Report()
-    token = _collector.set(report)
+    token, judging = _collector.set(report), _judges.set(judges or _judges.get())
     try:
         yield report
     finally:
         _collector.reset(token)
+        _judges.reset(judging)
         if (around := _collector.get()) is not None:
             around.add(report)
+
+
+def are_judged() -> bool:
+    """Return whether the verdicts of graphs that are compiled now are judged together, later."""
+    return _judges.get()
 
 
 @contextmanager

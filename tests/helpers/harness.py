@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
+from fp8pass.dynamo.first_step import judged
 from fp8pass.graph.annotation import Annotation, copy_to_edit
 from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import Context, DynamoContext, Pass
@@ -56,6 +57,7 @@ def without_caches(share: bool = False) -> Iterator[None]:
     dynamic because another model had another one, and no recompile limit is reached.
     """
     torch.manual_seed(0)
+    judged.clear()
     if not share:
         torch._dynamo.reset()
     limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 10000, "automatic_dynamic_shapes": False}
