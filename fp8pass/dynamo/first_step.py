@@ -31,8 +31,8 @@ from fp8pass.report.report import Report, are_judged, collect
 
 Compile = Callable[[fx.GraphModule, Sequence[Any], Config], Callable[..., Any]]
 
-ASKED_FOR = ("recipe", "filter", "high precision", "not float8", "bisect")
-"""The rules of matmuls that the user leaves out; "not float8" under the recipe None, where the user quantizes."""
+NOT_JUDGED = ("recipe", "filter", "high precision", "not float8", "bisect", "internal")
+"""The rules of matmuls that the user leaves out ("not float8" under the recipe None), or of which a fault has told."""
 REMEDIES = {
     "outside": "change what breaks the graph, or move it out of the function that multiplies; train_step compiles more",
     "custom op": "multiply outside of the op",
@@ -166,7 +166,7 @@ def tell() -> None:
     for _, each in judged:
         report.add(each)
     judged.clear()
-    wanted = [g for g in report.matmuls if g.rule not in ASKED_FOR and not _pays_elsewhere(g)]
+    wanted = [g for g in report.matmuls if g.rule not in NOT_JUDGED and not _pays_elsewhere(g)]
     trains = any(g.kind != "output" for g in wanted)
     has_verdicts = all(timing.passes for timing in report.timings)  # graphs from torch's caches have none
     if not (trains and has_verdicts):

@@ -73,7 +73,7 @@ def test_what_is_in_place_under_autocast_is_declined() -> None:
         return y.clone().addmm_(a, a)
 
     y, a = torch.randn(2, 16, 16)
-    with verdicts() as report, torch.autocast("cpu", torch.bfloat16):
+    with verdicts() as report, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         with pytest.warns(UserWarning, match="no matmul in FP8"):
             actual = compiled(function, recipe="dynamic")(y, a)
         assert torch.equal(actual, function(y, a))
