@@ -38,7 +38,7 @@ import torch
 
 from fp8pass.gpu.target import named
 from fp8pass.graph.prediction import in_words
-from fp8pass.hardware import TARGETS, Target, as_published
+from fp8pass.hardware import TARGETS, Target, as_published, sizes
 from fp8pass.recipes import BUILT_IN, NAMED, Recipe
 from fp8pass.roofline import (
     ROWS,
@@ -341,21 +341,63 @@ def thresholds() -> str:
     return "\n".join(lines)
 
 
+FAMILIES = (
+    "rtx4090", "l4", "l40s", "h20", "h100", "h100_pcie", "h200", "gh200", "b200", "b300", "rtx5090", "rtx_pro_6000",
+    "gb10",
+)  # fmt: skip
+LAYERS = (2048, 1024, 1024), (8192, 768, 3072), (8192, 4096, 4096)
+"""M, K, N of layers, as docs/gpus.md has them."""
+
+
+def gains() -> str:
+    """Return a table of predicted speed-ups in training on each GPU, and of the rows from which FP8 pays."""
+    names = "delayed", "rowwise", "mxfp8"
+    lines = [f"| GPU | M x K x N | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for gpu in FAMILIES:
+        for m, k, n in LAYERS:
+            cells = []
+            for name in names:
+                gain = predicted_speedup(TARGETS[gpu], m, k, n, NAMED[name]())
+                pays = pays_from(TARGETS[gpu], ROWS, k, n, NAMED[name]())
+                cells.append("no kernel" if gain is None else f"{gain:.2f} ({in_words(pays)})")
+            lines.append(f"| {gpu} | {m} x {k} x {n} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figures() -> str:
+    """Return a table of the figures of the GPUs that are known by name."""
+    lines = [
+        "| target | architecture | BF16 TFLOPS, reached | FP8, reached | MXFP8 | TB/s, reached | multiprocessors "
+        "| L2 MiB | GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for target in dict.fromkeys(TARGETS.values()):
+        of, tera = sizes(target), 1e12
+        fp8 = f"{target.fp8_peak / tera:g}, {target.fp8_rate / tera:.0f}" if target.has_fp8 else ""
+        cells = (
+            target.name, target.sm, f"{target.bf16_peak / tera:g}, {target.bf16_rate / tera:.0f}", fp8,
+            f"{(target.mxfp8_peak or target.fp8_peak) / tera:g}" if target.capability >= (10, 0) else "",
+            f"{target.bandwidth / tera:g}, {target.copy_rate / tera:.2f}", of.multiprocessors, of.cache >> 20,
+            of.memory >> 30,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def _both(target: Target, shape: tuple[int, int, int], recipe: Recipe) -> str:
     gains = [predicted_speedup(target, *shape, recipe, fused=fused) for fused in (False, True)]
     return " to ".join(f"{gain:.2f}" for gain in gains if gain is not None) or "no kernel"
 
 
 def write(tables: dict[str, str]) -> None:
-    """Write tables between `<!-- name -->` and `<!-- /name -->` of docs/roofline.md."""
-    page = ROOT / "docs" / "roofline.md"
-    text = page.read_text()
+    """Write tables between `<!-- name -->` and `<!-- /name -->` of docs/roofline.md, or docs/gpus.md."""
     for name, table in tables.items():
+        page = ROOT / "docs" / ("gpus.md" if name in ("gains", "figures") else "roofline.md")
+        text = page.read_text()
         pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         assert pattern.search(text), f"{page} has no markers for {name!r}"
         before, after = pattern.split(text)[0], pattern.split(text)[-1]
-        text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
-    page.write_text(text)
+        page.write_text(f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}")
 
 
 def main() -> None:
@@ -371,6 +413,7 @@ def main() -> None:
     tables = {"errors": f"{errors(points)}\n\n{decisions(points)}"}
     if arguments.measured is None:
         tables |= {"fit": fit(points), "predictions": predictions(), "thresholds": thresholds()}
+        tables |= {"gains": gains(), "figures": figures()}
     for name, table in tables.items():
         print(f"{name}\n\n{table}\n")
     if arguments.write:
