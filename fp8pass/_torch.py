@@ -589,9 +589,10 @@ def context_of_one_graph() -> Iterator[None]:
         yield
         return
     own = copy.copy(context)
-    own.ddp_optimizer_ctx = None  # DDPOptimizer's own remedy: it counts on one graph for each of its parts
+    own.ddp_optimizer_ctx = None  # DDPOptimizer's remedy, which counts on one graph for each of its parts
     with tracing(own):
         yield
+    context.fw_metadata = own.fw_metadata  # which DDPOptimizer wants to see
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.module_tensors import named_tensors
 from fp8pass.names import PACKAGE, TORCH, is_users_file, location_of, module_path, short, source_of, without_wrappers
 from fp8pass.options.config import Config
+from fp8pass.options.machine import on_machine
 from fp8pass.quant.grouped import FALLBACK, FALLBACK_BACKWARD
 from fp8pass.recipes import Kind, Schedule
 from fp8pass.report.report import last_line, reason_of
@@ -298,9 +299,7 @@ class Outside(TorchDispatchMode):
 
     def gemms(self, config: Config) -> list[Gemm]:
         """Return verdicts on the matmuls that ran and on those of their backwards, in the order of a joint graph."""
-        if isinstance(config.recipe, Schedule):
-            config = config.at_step(config.recipe.phases[-1][0])
-        reasons = _Reasons()
+        config, reasons = self._decided(config), _Reasons()
         forward = [replace(f.gemm, batches=f.gemm.batches * f.times) for f in self._found]
         verdicts = [self._verdict(f, config, reasons) for f in self._found]
         gemms = [replace(g, rule=v.rule, reason=str(v)) for g, v in zip(forward, verdicts, strict=True)]
@@ -315,7 +314,7 @@ class Outside(TorchDispatchMode):
         user's, which Dynamo compiles by itself. Left out are `model`, modules that FSDP manages, and what runs without
         Dynamo.
         """
-        reasons, layers = _Reasons(), dict[nn.Module, nn.Module]()
+        config, reasons, layers = self._decided(config), _Reasons(), dict[nn.Module, nn.Module]()
         for f in self._found:
             modules = f.place.modules
             layer = next((m for m in reversed(modules) if m is not model and _is_of_torch(m)), None)
@@ -323,6 +322,12 @@ class Outside(TorchDispatchMode):
             if layer is not None and not is_disabled and self._verdict(f, config, reasons).rule == "outside":
                 layers[layer] = modules[-1]
         return layers
+
+    def _decided(self, config: Config) -> Config:
+        """Return the options by which it is decided: those of a schedule's last phase, on the GPU that is there."""
+        if isinstance(config.recipe, Schedule):
+            config = config.at_step(config.recipe.phases[-1][0])
+        return on_machine(config, next((f.device for f in self._found if f.device.type == "cuda"), None))
 
     def _verdict(self, found: _Found, config: Config, reasons: _Reasons) -> Reject:
         try:

@@ -17,6 +17,7 @@ from fp8pass.graph.annotation import MatmulChoice, copy_to_edit
 from fp8pass.lowering.eager import rewrite_all
 from fp8pass.names import Names, module_path
 from fp8pass.options.config import Config, make_config
+from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import patterns_of
 from fp8pass.pipeline import Pipeline, quantized, runs_anywhere
 from fp8pass.recipes import Calibration, Schedule
@@ -78,8 +79,8 @@ def rewrite(
         ValueError: If the configuration has options that only a compiler has, or if `names` names no input.
     """
     _check_module(gm)
-    config = _checked(config)
     leaves = pytree.tree_leaves(tuple(example_inputs))
+    config = on_machine(_checked(config), gpu_of(leaves))
     flat = functional_aten(gm, leaves)
     paths = _paths(gm, example_inputs, names or {})
     cold = copy_to_edit(flat) if config.recipe is not None else flat

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 RECIPE, STEPS, TARGET = "recipe", "steps", "target"
 """Keys of a state dict that do not belong to a slot."""
 # torch.distributed.checkpoint loads into tensors whose size is known before the text is
-_RECIPE_BYTES, _TARGET_BYTES = 512, 1024
+_RECIPE_BYTES, TARGET_BYTES = 512, 1024
 AND = " and "
 _WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
 
@@ -58,8 +58,8 @@ class State:
     Each slot, `layers.0.mlp.up.weight` say, has three plain tensors: `....scale` f32[] (0 until the slot has seen
     data), `....amax_history` f32[H], newest first, and `....amax` f32[], the running amax of the current step (-1:
     nothing recorded). The state dict also has `steps` i64[], the training steps so far, `recipe` u8[512], the recipe's
-    text, and on GPUs `target` u8[1024], the figures of the GPU by which it was decided what runs in FP8: a run that
-    loads the state before its first call decides by the same, unless the option `target` or `machine` names others.
+    text, and `target` u8[1024], the figures of the GPU by which it was decided what runs in FP8, zeros on a CPU: a run
+    that loads the state before its first call decides by these, unless the option `target` or `machine` names others.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,10 +101,8 @@ class State:
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
             return {}
-        found = {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
-        if (target := self._target()) is not None:
-            found[TARGET] = as_tensor(to_json(target), _TARGET_BYTES)
-        return found
+        target = as_tensor(self._target(), TARGET_BYTES)
+        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe()), TARGET: target}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Restore a state that `state_dict` returned, before or after the first call of the compiled module.
@@ -161,8 +159,8 @@ class State:
             log.warning(
                 "the loaded FP8 state has slots of layers that the model does not have, which are left out: %s", unknown
             )
-        if TARGET in state_dict:
-            load_target(_target_in(state_dict[TARGET]))
+        if TARGET in state_dict and (text := as_text(state_dict[TARGET])):
+            load_target(_target_in(text))
         self._steps = steps
         for state in self._states():
             state.tracker.reset_to(self._steps)
@@ -229,11 +227,12 @@ class State:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
         state.write(found, anew=bool(saved) and not _is_among(recipe_text([state]), saved))
 
-    def _target(self) -> Target | None:
-        """Return what the module was last compiled for, if it is on a GPU."""
+    def _target(self) -> str:
+        """Return the text of the target that was last compiled for, on the GPU of the module; "" if there is none."""
         module = self._module()
         tensors = [] if module is None else [x for _, x in named_tensors(module)]
-        return in_use(tensors[0].device) if tensors else None
+        target = in_use(tensors[0].device) if tensors else None
+        return "" if target is None else to_json(target)
 
     def _recipe(self) -> str:
         return self._own_recipe() or self._loaded.recipe
@@ -403,10 +402,10 @@ def as_text(encoded: Tensor) -> str:
     return bytes(encoded.tolist()).rstrip(b"\0").decode(errors="ignore")  # the cut may be within a character
 
 
-def _target_in(encoded: Tensor) -> Target:
+def _target_in(text: str) -> Target:
     """Return the target that a state was saved under. Raises Fp8Error if the text is none."""
     try:
-        return from_json(as_text(encoded), f"{TARGET!r} in the saved FP8 state")
+        return from_json(text, f"{TARGET!r} in the saved FP8 state")
     except ValueError as error:
         raise Fp8Error(f"{error}; leave {TARGET!r} out of the state dict to decide by the GPU that is there") from None
 

@@ -153,7 +153,13 @@ def test_accelerate_under_ddp_resumes_to_the_bit(runs: Any, parts: int) -> None:
     for of_rank in runs():
         run = of_rank["whole"]
         assert (run["parts"], run["declined"]) == (parts, 0)
-        assert sorted({key.partition(".")[0] for key in run["state"]}) == ["blocks", "head", "recipe", "steps"]
+        assert sorted({key.partition(".")[0] for key in run["state"]}) == [
+            "blocks",
+            "head",
+            "recipe",
+            "steps",
+            "target",
+        ]
         # under no_sync none, then DDP's bucket and the amaxes; in the second step DDP also orders its buckets anew
         assert run["counts"][4:] == [0, 2] * (STEPS - 2)
 
