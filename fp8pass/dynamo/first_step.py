@@ -175,7 +175,8 @@ def tell() -> None:
     step = "training step" if any(g.kind != "output" for g in wanted) else "call"
     flops = sum(g.in_call(g.flops) for g in wanted)
     outside = sum(g.in_call(g.flops) for g in missed(wanted))
-    if report.rewritten and outside <= flops / 2:
+    is_told = any(g.rule == "no kernel" and g.quantized for g in wanted)  # by a warning of its own: see annotate.py
+    if (report.rewritten or is_told) and outside <= flops / 2:
         return
     where = ", ".join([*names][:3]) + (f" and {len(names) - 3} more functions" if len(names) > 3 else "")
     ran = f"; {outside / flops:.0%} of the FLOPs ran outside of what is compiled" if outside else ""

@@ -80,7 +80,7 @@ def _own(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
     base = published_here(device)
     if machine not in HOW:
         return _of_file(machine, base)
-    if machine == "published":
+    if machine == "published" or not base.has_fp8:
         return base
     if _loaded is not None and _loaded.capability == base.capability:
         return with_kernels(_loaded, kinds, device)

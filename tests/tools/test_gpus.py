@@ -343,6 +343,11 @@ def test_a_trial_is_made_where_the_table_is_not_sure_and_the_recipe_asks(tmp_pat
             assert sorted(gpu.tried) == asks
 
 
+def test_a_gpu_without_fp8_is_not_measured(tmp_path: Path) -> None:
+    with there(tmp_path, "a100") as gpu:
+        assert here.target_here(CUDA, "measured", (), ("mxfp8",)) is TARGETS["a100"] and not gpu.measured
+
+
 @pytest.mark.parametrize(("result", "native"), [("", True), ("refused: CUBLAS_STATUS_NOT_SUPPORTED", False)])
 def test_a_trial_decides(result: str, native: bool, tmp_path: Path) -> None:
     with there(tmp_path, "rtx5090") as gpu:
