@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.fused import choice
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.places import CannotFuse
+from fp8pass.fused.tiles import candidates
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
 from fp8pass.hardware import TARGETS
@@ -419,3 +421,13 @@ def test_always_times_nothing() -> None:
 def test_an_epilogue_in_float32_counts_its_bytes() -> None:
     plan = plan_of(matched(captured(lambda y, s: (*both(y * 2, s), y), dtype=F32)), H100)
     assert (plan.bytes_per_element, plan.bytes_apart) == (6, 6 * 128 * 256)
+
+
+def test_tiles_for_99_kilobytes_of_shared_memory() -> None:
+    """sm_120 and sm_89 have less than half of the shared memory of GPUs of data centres, whose tiles would not fit."""
+    plan = _plan()
+    for capability in (89, 120):
+        tiles = [*candidates(replace(plan, capability=capability), 99 << 10)]
+        assert tiles and all(tile.depth == 64 and tile.rows * tile.columns <= 128 * 128 for tile in tiles)
+    large = [*candidates(replace(plan, capability=100), 227 << 10)]
+    assert any(tile.depth == 128 for tile in large)
