@@ -12,6 +12,7 @@ import torch
 
 from fp8pass import hardware, versions
 from fp8pass._torch import cpp_compiler
+from fp8pass.errors import first_line
 from fp8pass.gpu import here, kernels
 from fp8pass.gpu.speeds import Speeds, expected
 from fp8pass.gpu.target import Target
@@ -23,7 +24,13 @@ from fp8pass.scaling import FP8_DTYPES
 
 def describe() -> str:
     """Return plain text with one fact per line and without paths of the machine."""
-    rows = [*_software(), *_devices(), *_speeds(), *_recipes(), *_variables()]
+    target, rows = None, [*_software(), *_devices()]
+    try:
+        target = _target()
+    except (ValueError, OSError) as error:  # a machine file that is wrong, or of another GPU
+        path = os.environ.get("FP8PASS_MACHINE", "")
+        rows.append(("figures", f"published, for {first_line(error).replace(path, 'a path')}"))
+    rows += [*_speeds(target), *_recipes(target), *_variables()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
 
@@ -86,16 +93,19 @@ def _cpu_multiplies() -> Iterator[tuple[str, str]]:
     yield "  FP8 matmuls", f"in float32: {emulated}" if emulated else "by torch._scaled_mm"
 
 
-def _speeds() -> Iterator[tuple[str, str]]:
-    """Yield the figures of the first GPU by which it is decided what runs in FP8, and what was measured and tried."""
+def _target() -> Target | None:
+    """Return the figures of the first GPU by which it is decided what runs in FP8; None without a GPU."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    return here.target_here(torch.device("cuda", 0), make_config().machine, (), kernels.KINDS)
+
+
+def _speeds(target: Target | None) -> Iterator[tuple[str, str]]:
+    """Yield the figures of the first GPU, and what was measured and tried."""
+    if target is None or not target.has_fp8:
         return
     device, machine = torch.device("cuda", 0), make_config().machine
-    base = here.published_here(device)
-    if not base.has_fp8:
-        return
-    target = here.target_here(device, machine, (), kernels.KINDS)
-    of = here.known(device)
+    base, of = here.published_here(device), here.known(device)
     yield "figures", f"{'of a file' if machine not in here.HOW else machine}: {figures(target)}"
     yield "  published", figures(base)
     if of.speeds is not None:
@@ -128,12 +138,10 @@ def _answer(kind: str, target: Target, tried: Sequence[Tried]) -> str:
     return f"tried: {'do not work' if why else 'work'}, {right} of {len(cases)} cases are right"
 
 
-def _recipes() -> Iterator[tuple[str, str]]:
+def _recipes(target: Target | None) -> Iterator[tuple[str, str]]:
     """Yield how each recipe runs on the first GPU, or on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    target = hardware.target_of(device)
-    if target is not None and target.has_fp8 and torch.version.hip is None:
-        target = here.target_here(device, make_config().machine, (), kernels.KINDS)
+    target = hardware.target_of(device, target)
     yield "recipes on", str(device)
     for name, recipe in NAMED.items():
         yield f"  {name}", _how(recipe(), device, target)

@@ -22,6 +22,7 @@ from fp8pass.lowering.lower import fake_state
 from fp8pass.lowering.verdicts import only_verdicts
 from fp8pass.names import Names
 from fp8pass.options.config import Config
+from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import annotated, written
 from fp8pass.recipes import Schedule
@@ -74,7 +75,7 @@ class GraphToDraw:
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
         self.module = module
         self.example_inputs = as_fakes(example_inputs)
-        self.config = replace(config, lowering="eager")
+        self.config = replace(on_machine(config, gpu_of(example_inputs)), lowering="eager")
         self.context = context_for_later()
         self.modes = modes_of(example_inputs)
         self.gemms: list[Gemm] = []

@@ -128,7 +128,8 @@ class FirstStep:
     def _compiling(self, layers: dict[nn.Module, nn.Module], config: Config) -> ModuleCalls:
         """Return what compiles calls of these layers from now on, one by one. layers: {layer: its model}."""
         models = list(dict.fromkeys(layers.values()))
-        check_models(config, models, {}, " and ".join(type(model).__name__ for model in models))
+        if self._model is not None:  # what a function calls may be a part of a model that has more names
+            check_models(config, [self._model], {}, type(self._model).__name__)
         compile_graph = self._compile_graph
 
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -55,6 +55,8 @@ class ModuleCalls:
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         """True if a module's latest call in a forward was compiled: its recomputation in a backward does the same."""
+        self._before: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
+        """What another `ModuleCalls` had set for a module: it is called where this one does not compile."""
         self.stays = False
         """True if calls are caught from the beginning of each step."""
         self.is_on = True
@@ -78,8 +80,10 @@ class ModuleCalls:
             self.paths.update({part: (weakref.ref(m), path) for m in ordered for path, part in m.named_modules()})
         before = {module: vars(module).get(MODULE_CALL) for module in modules}
         caught = {m: call for m, call in before.items() if call is None or getattr(call, "func", None) is _called}
-        for module in caught:
+        for module, call in caught.items():
             vars(module)[MODULE_CALL] = functools.partial(_called, self, module)
+            if isinstance(call, functools.partial) and call.args[0] is not self:
+                self._before[module] = call
         return caught
 
     def place(self, graph: fx.GraphModule) -> None:
@@ -109,7 +113,7 @@ class ModuleCalls:
             self._compiles[module] = compiles and compiles_alone(module)
         if not self._compiles.get(module, False):
             # not `module` itself, whose call would come back here
-            return functools.partial(type(module)._call_impl, module)
+            return self._before.get(module) or functools.partial(type(module)._call_impl, module)
         root, path = self._place_of(module)
         if (call := self._of_module.get(module)) is None:
             # In the key: the path, because recipes and filters may go by names; shapes, because a call with others

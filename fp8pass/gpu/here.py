@@ -13,6 +13,8 @@ the midst of a compilation, or not at all, because a rank has nothing to compile
 from __future__ import annotations
 
 import datetime
+import functools
+import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -70,7 +72,7 @@ def target_here(device: torch.device, machine: str, ranks: Sequence[int], kinds:
         if torch.cuda.is_current_stream_capturing():
             return published_here(device)
         with unset_fake_temporarily():
-            _targets[key] = _agreed(_own(device, machine, key[-1]), ranks, key[-1])
+            _targets[key] = _agreed(_own(device, machine, key[-1]), ranks, _question(machine, key[-1]))
     known(device).used = _targets[key]
     return _targets[key]
 
@@ -83,7 +85,8 @@ def _own(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
     if machine == "published" or not base.has_fp8:
         return base
     if _loaded is not None and _loaded.capability == base.capability:
-        return with_kernels(_loaded, kinds, device)
+        # its speeds alone: other versions of torch, or of CUDA, may have other kernels
+        return with_kernels(replace(_loaded, **dict.fromkeys(kernels.KINDS)), kinds, device)  # type: ignore[arg-type]
     measured = measure(device)
     return with_kernels(base if measured is None else speeds.with_speeds(base, measured), kinds, device)
 
@@ -132,14 +135,11 @@ def _once(device: torch.device, what: str, find_out: Any, of: Known) -> Any:
         if what in (found := kept.read(file)):  # another process was first
             return found[what]
         if not mine:
-            of.notes.append(f"{what}: another process did not end in {_WAITS:.0f} s; published figures stand in")
-            return None
+            return _stand_in(of, what, f"another process did not end in {_WAITS:.0f} s")
         try:
             answer = find_out()
         except (RuntimeError, OSError) as error:  # torch's errors, out of memory among them; no child can start
-            of.notes.append(f"{what}: {first_line(error)}; published figures stand in")
-            warn_once(f"fp8pass: {of.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
-            return None
+            return _stand_in(of, what, first_line(error))
         kept.write(file, {**found, what: answer, "date": datetime.date.today().isoformat()})
     return answer
 
@@ -155,6 +155,11 @@ def written(device: torch.device, seconds: float) -> Target:
         cache=of.L2_cache_size, memory=of.total_memory,
     )  # fmt: skip
     return with_kernels(speeds.with_speeds(base, speeds.measure(device, seconds), rounded=False), kernels.KINDS, device)
+
+
+def _stand_in(of: Known, what: str, why: str) -> None:
+    of.notes.append(f"{what}: {why}; published figures stand in")
+    warn_once(f"fp8pass: {of.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,22 +182,35 @@ def try_kinds(device: torch.device, kinds: Sequence[str]) -> list[Tried]:
     for kind in kinds:
         if any(t.kind == kind for t in of.tried):
             continue
-        answers = _once(
-            device, kind, lambda kind=kind: [list(asdict(t).values()) for t in tried.try_kinds([kind], str(device))], of
-        )
+        answers = _once(device, kind, functools.partial(_answers, kind, device), of)
         of.tried += [Tried(*answer) for answer in answers or ()]
     return of.tried
+
+
+def _answers(kind: str, device: torch.device) -> list[list[Any]]:
+    """Try one kind of scales; return the answers as lists. Raises RuntimeError if they say nothing of the kernel."""
+    found = tried.try_kinds([kind], str(device))
+    if tried.works(kind, found) is None:
+        raise RuntimeError(next((t.result for t in found if t.result), "nothing was tried"))
+    return [list(asdict(t).values()) for t in found]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks, and states
 
 
-def _agreed(own: Target, ranks: Sequence[int], kinds: Sequence[str]) -> Target:
-    """Return the target of the first of these ranks that asked for these kinds of scales."""
+def _question(machine: str, kinds: Sequence[str]) -> str:
+    """Return what ranks must have in common to share an answer: how it is found, and for which kinds of scales."""
+    how = machine if machine in HOW else "a file"
+    state = hashlib.sha256(machine_file.to_json(_loaded).encode()).hexdigest()[:8] if _loaded is not None else ""
+    return "/".join((how, state, *kinds))
+
+
+def _agreed(own: Target, ranks: Sequence[int], question: str) -> Target:
+    """Return the target of the first of these ranks that asked this."""
     if len(ranks) < 2:
         return own
-    key = f"{'-'.join(map(str, ranks))}/{'-'.join(kinds)}"
+    key = f"{'-'.join(map(str, ranks))}/{question}"
     try:
         store = store_of(dist.group.WORLD, "fp8pass/target")  # type: ignore[arg-type]
         text = store.compare_set(key, "", machine_file.to_json(own)).decode()

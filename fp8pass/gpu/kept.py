@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from fp8pass._torch import cache_dir, cuda_driver_version
+from fp8pass._torch import cache_dir, cuda_driver_version, get_hash_for_files
+from fp8pass.gpu import speeds, trial
 
 
 def file_of(properties: Any) -> Path:
-    """Return the file for a GPU with these `torch.cuda.get_device_properties`."""
+    """Return the file for a GPU with these `torch.cuda.get_device_properties`, and for how we measure and try."""
     parts = properties.multi_processor_count, properties.total_memory
-    versions = cuda_driver_version(), torch.__version__, torch.version.cuda
+    how = get_hash_for_files((speeds.__file__, trial.__file__))
+    versions = cuda_driver_version(), torch.__version__, torch.version.cuda, how
     key = repr((properties.name, properties.major, properties.minor, parts, versions))
     return Path(cache_dir()) / f"fp8pass-gpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -54,7 +56,7 @@ def alone(file: Path, seconds: float) -> Iterator[bool]:
     except Timeout:
         yield False
         return
-    except OSError:
+    except (OSError, NotImplementedError):  # the latter is filelock's, on file systems without locks
         yield True
         return
     try:

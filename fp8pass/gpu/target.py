@@ -256,8 +256,22 @@ def published(properties: Any) -> Target:
     """
     capability, found = (properties.major, properties.minor), named(properties.name)
     if found is not None and found.capability == capability:
-        return found
+        return _part(found, properties)
     return _scaled(nearest(capability, "GeForce" in properties.name), properties)
+
+
+def _part(whole: Target, properties: Any) -> Target:
+    """Return the figures of a slice (MIG) of a GPU, or those of the whole GPU."""
+    assert whole.multiprocessors is not None and whole.memory is not None
+    share = properties.multi_processor_count / whole.multiprocessors
+    if share > 0.9:
+        return whole
+    return replace(
+        whole, multiprocessors=properties.multi_processor_count, memory=properties.total_memory,
+        bf16_peak=whole.bf16_peak * share, fp8_peak=whole.fp8_peak * share,
+        mxfp8_peak=None if whole.mxfp8_peak is None else whole.mxfp8_peak * share,
+        bandwidth=whole.bandwidth * min(1.0, properties.total_memory / whole.memory),
+    )  # fmt: skip
 
 
 def _scaled(near: Target, properties: Any) -> Target:

@@ -24,6 +24,8 @@ E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = 48, 512, 64
 """M, K, N: blocks of 1x128 and of 1x32 divide K, and kernels with 128x128 blocks take it."""
+NOT_TRIED = "not tried"
+"""How results begin that say nothing of a kernel."""
 ODD = 41, 512, 64
 """Rows that no alignment asks for: kernels with a scale for the tensor or for each row take any number of them."""
 
@@ -166,13 +168,13 @@ def _compared(got: Tensor, exact: Tensor, of: torch.finfo) -> str:
 
 def main(device: str, answers: str, kinds: list[str], tries: Callable[[Case, torch.device], str] = run) -> None:
     """Try all cases of these kinds, and append the answers to a file."""
+    _check_alive(torch.device(device))
     with open(answers, "a") as file:
 
         def tell(*what: Any) -> None:
             file.write(json.dumps(what) + "\n")
             file.flush()  # this process may die in the next case
 
-        _check_alive(torch.device(device))
         tell("began", torch.__version__)
         for kind in kinds:
             for case in cases(kind):
@@ -185,6 +187,8 @@ def main(device: str, answers: str, kinds: list[str], tries: Callable[[Case, tor
 def _tried(case: Case, device: torch.device, tries: Callable[[Case, torch.device], str]) -> str:
     try:
         return tries(case, device)
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        return f"{NOT_TRIED}: out of memory"
     except (RuntimeError, ValueError, NotImplementedError) as error:  # how torch refuses a matmul
         return f"refused: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
 

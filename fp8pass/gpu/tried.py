@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fp8pass.gpu import trial
 
 SECONDS = 15.0
-"""The most that all children take together."""
-NOT_REACHED = "not tried: no time was left"
+"""The most that the cases of all children take together."""
+STARTS = 30.0
+"""The most that a child takes until it begins: it imports torch, and makes a context."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,39 @@ def try_kinds(kinds: Sequence[str], device: str, seconds: float = SECONDS, scrip
             raise RuntimeError(answers[0].result if answers else "the child process ended before it began")
         found += answers
         left = left[left.index(answers[-1].kind) + 1 :] if answers else []
-    return found + [Tried(kind, "all", True, NOT_REACHED) for kind in left]
+    return found + [Tried(kind, "all", True, f"{trial.NOT_TRIED}: no time was left") for kind in left]
 
 
 def _child(kinds: Sequence[str], device: str, seconds: float, script: str) -> tuple[list[Tried], bool]:
     """Run one child; return its answers, and whether it began: else the only answer is why not."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "answers.jsonl"
-        command, ended = [sys.executable, script, device, str(file), *kinds], ""
-        try:
-            child = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=seconds
-            )
-            if child.returncode:
-                said = child.stderr.strip().splitlines()
-                ended = f"the process died with status {child.returncode}{': ' + said[-1] if said else ''}"
-        except subprocess.TimeoutExpired:
-            ended = f"it took more than {seconds:.0f} s"
+        command = [sys.executable or "python", script, device, str(file), *kinds]
+        with open(Path(folder) / "errors", "w+") as errors:
+            ended = _run(command, file, seconds, errors)
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if not lines:
         return [Tried(kinds[0], "all", True, ended)] if ended else [], False
     return _answers(lines[1:], ended), True
+
+
+def _run(command: Sequence[str], answers: Path, seconds: float, errors: IO[str]) -> str:
+    """Run a child, for so many seconds after it has begun to write answers; return how it ended, "" if well."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+    end = time.monotonic() + STARTS
+    while child.poll() is None and time.monotonic() < end and not answers.exists():
+        time.sleep(0.05)
+    try:
+        child.wait(seconds if answers.exists() else 0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        return f"it took more than {seconds if answers.exists() else STARTS:.0f} s"
+    if not child.returncode:
+        return ""
+    errors.seek(0)
+    said = errors.read().strip().splitlines()
+    return f"the process died with status {child.returncode}{': ' + said[-1] if said else ''}"
 
 
 def _answers(lines: Sequence[Sequence[Any]], ended: str) -> list[Tried]:
@@ -76,6 +89,6 @@ def _answers(lines: Sequence[Sequence[Any]], ended: str) -> list[Tried]:
 def works(kind: str, found: Sequence[Tried]) -> bool | None:
     """Return whether all cases of a kind are right that fp8pass emits; None if not all were tried."""
     needed = [t for t in found if t.kind == kind and t.needed]
-    if not needed or any(t.result == NOT_REACHED for t in needed):
+    if not needed or any(t.result.startswith(trial.NOT_TRIED) for t in needed):
         return None
     return all(not t.result for t in needed)

@@ -77,7 +77,7 @@ def _target(name: str, value: Any) -> Any:
 def _machine(name: str, value: Any) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if not isinstance(value, str) or (value not in HOW and not os.path.exists(value)):
+    if not isinstance(value, str) or (value not in HOW and not os.path.isfile(value)):
         raise wrong(name, value, f"{' or '.join(map(repr, HOW))}, or the path of a file that `fp8pass machine` wrote")
     if value not in HOW:
         load_machine(value)

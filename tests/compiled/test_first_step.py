@@ -411,3 +411,43 @@ def test_the_second_step_compiles_nothing_again() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         again = Training(model, run)
     assert again.report == Report() and Counter(map(len, again.said)) == {0: 3}
+
+
+class Shared(nn.Module):
+    """A model of which two functions call the same layer, each in a loop that Dynamo skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+
+def looped(model: Shared) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = model.head(x)
+        return x
+
+    return run
+
+
+def test_two_functions_compile_the_same_layer() -> None:
+    model = Shared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = [fp8(looped(model), recipe="dynamic") for _ in range(2)]
+        for run in (*runs, *runs, *runs):  # watched, compiled for each, and again
+            run(data()).sum().backward()
+        exact = looped(model)(data())
+        quantized = [run(data()) for run in runs]
+    assert torch.equal(*quantized) and not torch.equal(quantized[0], exact)
+
+
+def test_a_pattern_for_what_a_function_does_not_call_is_no_error() -> None:
+    model = Shared()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = fp8(looped(model), recipe={"encoder": None, "*": "dynamic"})
+        for _ in range(3):
+            run(data()).sum().backward()
+    assert not torch.equal(run(data()), looped(model)(data()))

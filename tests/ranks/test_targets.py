@@ -35,7 +35,7 @@ def folder() -> Path:
 def agreed_before() -> None:
     """Forget what the ranks have agreed on for all recipes that ask for no trial."""
     if dist.get_rank() == 0:
-        store_of(dist.group.WORLD, "fp8pass/target").delete_key("0-1/")
+        store_of(dist.group.WORLD, "fp8pass/target").delete_key("0-1/measured/")
     dist.barrier()
 
 

@@ -45,8 +45,10 @@ CAPABILITIES = [(8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12
 def test_a_gpu_is_known_by_its_name(name: str) -> None:
     target = TARGETS[name]
     assert published(properties_of(LABELS[name], target)) is target
-    slice_of_it = properties_of(f"{LABELS[name]} MIG 1g.10gb", target, multi_processor_count=16)
-    assert published(slice_of_it) is target  # what it measures says how much of it there is
+    eighth = {"multi_processor_count": sizes(target).multiprocessors // 8, "total_memory": sizes(target).memory // 8}
+    part = published(properties_of(f"{LABELS[name]} MIG 1g.10gb", target, **eighth))
+    assert part.bf16_peak == pytest.approx(target.bf16_peak / 8, rel=0.15)
+    assert (part.name, part.bandwidth) == (name, target.bandwidth / 8)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +184,9 @@ def test_other_processes_wait_and_read(tmp_path: Path) -> None:
 
 def test_a_process_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_WAITS", 0.1)
-    with there(tmp_path, "h200") as gpu, kept.alone(kept.file_of(torch.cuda.get_device_properties(0)), 1.0):
+    said = pytest.warns(UserWarning, match="speeds: another process did not end in .* published figures stand in")
+    with there(tmp_path, "h200") as gpu, kept.alone(kept.file_of(torch.cuda.get_device_properties(0)), 1.0), said:
         assert here.target_here(CUDA, "measured", (), ()) is TARGETS["h200"] and gpu.measured == 0
-        assert "another process" in here.known(CUDA).notes[0]
 
 
 def test_a_gpu_without_room_keeps_published_figures(tmp_path: Path) -> None:
@@ -322,6 +324,21 @@ def test_a_child_that_can_not_start_leaves_it_to_the_tables(tmp_path: Path) -> N
         with pytest.warns(UserWarning, match="mxfp8: no context: made up for the test"):
             target = here.target_here(CUDA, "measured", (), ("mxfp8",))
         assert target.mxfp8 is None and not kernels.why_not("mxfp8", target)
+
+
+def test_what_says_nothing_of_a_kernel_is_not_kept(tmp_path: Path) -> None:
+    found = [Tried("mxfp8", "a case", True, f"{trial.NOT_TRIED}: out of memory")]
+    assert tried.works("mxfp8", found) is None
+    with there(tmp_path, "rtx5090") as gpu:
+        gpu.result = found[0].result
+        with pytest.warns(UserWarning, match="mxfp8: not tried: out of memory; published figures stand in"):
+            assert here.target_here(CUDA, "measured", (), ("mxfp8",)).mxfp8 is None
+        assert "mxfp8" not in kept.read(next(tmp_path.glob("*.json")))
+
+    def fails(*_: Any) -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert trial._tried(next(trial.cases("mxfp8")), torch.device("cpu"), fails) == found[0].result
 
 
 def test_a_trial_is_made_where_the_table_is_not_sure_and_the_recipe_asks(tmp_path: Path) -> None:
@@ -464,6 +481,13 @@ def test_a_state_names_its_target_and_a_resumed_run_uses_it(
         fp8pass.state(Small()).load_state_dict({**saved, "target": saved["target"][1:]})
 
 
+def test_a_state_brings_speeds_and_no_kernels(tmp_path: Path) -> None:
+    with there(tmp_path, "rtx5090") as gpu:
+        here.load(replace(TARGETS["rtx5090"], bf16_peak=1e14, rowwise=False))
+        target = here.target_here(CUDA, "measured", (), ("rowwise",))
+        assert (target.bf16_peak, target.rowwise, gpu.tried) == (1e14, True, ["rowwise"])
+
+
 def test_a_state_that_comes_too_late(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with there(tmp_path, "h100"):
         here.target_here(CUDA, "measured", (), ())
@@ -508,6 +532,16 @@ def test_the_environment_says_what_could_not_be_found_out(
     with there(tmp_path, "gb10", available=True) as gpu:
         assert main(["env"]) == 0
         assert "published: gb10, sm_121" in capsys.readouterr().out and not gpu.tried and not gpu.measured
+
+
+def test_the_environment_is_told_with_a_wrong_machine_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.json").write_text(to_json(TARGETS["h200"]))
+    monkeypatch.setenv("FP8PASS_MACHINE", str(tmp_path / "mine.json"))
+    with there(tmp_path, "gb10", available=True):
+        assert main(["env"]) == 0
+    assert re.search("figures +published, for machine='a path' is of h200, sm_90", capsys.readouterr().out)
 
 
 def test_a_command_writes_the_file_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
