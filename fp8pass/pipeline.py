@@ -431,7 +431,8 @@ def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
     Call it after the graph is compiled. report: of that graph.
     """
     reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
-    if reasons and report.graphs and not report.rewritten and not overrides.current() and not are_judged():
+    is_judged = are_judged() and any(gemm.kind != "output" for gemm in report.gemms)  # a graph that trains
+    if reasons and report.graphs and not report.rewritten and not overrides.current() and not is_judged:
         warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
             "print(fp8pass.explain(model, *inputs)) has all reasons"

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from fp8pass._torch import before_eager_optimizers, compiles_first_calls, pytree
+from fp8pass._torch import before_eager_optimizers, compiles_first_calls
 from fp8pass.dynamo.module_calls import ModuleCalls, compiles_alone
 from fp8pass.dynamo.outside import Outside, missed, raise_if_missed
 from fp8pass.errors import warn_once
@@ -84,8 +84,6 @@ class FirstStep:
                 with collect(judges=True) as report, outside.watching():
                     result = self._compiled(*args, **kwargs)
                 self._judge(report, outside)
-                if not any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
-                    tell()  # no backward follows, and perhaps no other call
             finally:
                 outside.forget()
         return result
@@ -170,10 +168,10 @@ def tell() -> None:
         report.add(each)
     judged.clear()
     wanted = [g for g in report.matmuls if g.rule not in NOT_JUDGED and not _pays_elsewhere(g)]
+    trains = any(g.kind != "output" for g in wanted)  # each graph tells by itself where nothing trains
     has_verdicts = all(timing.passes for timing in report.timings)  # graphs from torch's caches have none
-    if not (wanted and has_verdicts):
+    if not (trains and has_verdicts):
         return
-    step = "training step" if any(g.kind != "output" for g in wanted) else "call"
     flops = sum(g.in_call(g.flops) for g in wanted)
     outside = sum(g.in_call(g.flops) for g in missed(wanted))
     is_told = any(g.rule == "no kernel" and g.quantized for g in wanted)  # by a warning of its own: see annotate.py
@@ -183,7 +181,7 @@ def tell() -> None:
     ran = f"; {outside / flops:.0%} of the FLOPs ran outside of what is compiled" if outside else ""
     counts = Counter(g.rule for g in wanted if g.status == "declined")
     warn_once(
-        f"fp8pass: {len(report.rewritten)} of {len(wanted)} matmuls run in FP8 in the first {step} of {where}"
+        f"fp8pass: {len(report.rewritten)} of {len(wanted)} matmuls run in FP8 in the first training step of {where}"
         f"{ran}. Declined, by rule:"
         + "".join(_of_rule(rule, count, wanted) for rule, count in counts.most_common(MOST_RULES))
         + "\nprint(fp8pass.explain(model, *inputs)) has all of them"

@@ -16,8 +16,6 @@ from fp8pass.recipes import StaticScaling
 from fp8pass.states.checkpoint import (
     RECIPE,
     STEPS,
-    TARGET,
-    TARGET_BYTES,
     as_tensor,
     as_text,
     check_recipe,
@@ -121,8 +119,7 @@ class RewriteState:
         if not entries:
             return {}
         slots = {f"{name}.{part}": entries[name][part] for name in sorted(entries) for part in PARTS}
-        recipe, no_target = as_tensor(recipe_text(self._delayed())), as_tensor("", TARGET_BYTES)
-        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: recipe, TARGET: no_target}
+        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(recipe_text(self._delayed()))}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Load a state that `state_dict`, or that of `fp8pass.state(model)`, has returned.

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 RECIPE, STEPS, TARGET = "recipe", "steps", "target"
 """Keys of a state dict that do not belong to a slot."""
 # torch.distributed.checkpoint loads into tensors whose size is known before the text is
-_RECIPE_BYTES, TARGET_BYTES = 512, 1024
+_RECIPE_BYTES, _TARGET_BYTES = 512, 1024
 AND = " and "
 _WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
 
@@ -58,8 +58,8 @@ class State:
     Each slot, `layers.0.mlp.up.weight` say, has three plain tensors: `....scale` f32[] (0 until the slot has seen
     data), `....amax_history` f32[H], newest first, and `....amax` f32[], the running amax of the current step (-1:
     nothing recorded). The state dict also has `steps` i64[], the training steps so far, `recipe` u8[512], the recipe's
-    text, and `target` u8[1024], the figures of the GPU by which it was decided what runs in FP8, zeros on a CPU: a run
-    that loads the state before its first call decides by these, unless the option `target` or `machine` names others.
+    text, and on GPUs `target` u8[1024], the figures by which it was decided what runs in FP8: a run that loads
+    the state before its first call decides by these, unless the option `target` or `machine` names others.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,8 +101,10 @@ class State:
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
             return {}
-        target = as_tensor(self._target(), TARGET_BYTES)
-        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe()), TARGET: target}
+        found = {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
+        if target := self._target():
+            found[TARGET] = as_tensor(target, _TARGET_BYTES)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Restore a state that `state_dict` returned, before or after the first call of the compiled module.
@@ -159,8 +161,8 @@ class State:
             log.warning(
                 "the loaded FP8 state has slots of layers that the model does not have, which are left out: %s", unknown
             )
-        if TARGET in state_dict and (text := as_text(state_dict[TARGET])):
-            load_target(_target_in(text))
+        if TARGET in state_dict:
+            load_target(_target_in(as_text(state_dict[TARGET])))
         self._steps = steps
         for state in self._states():
             state.tracker.reset_to(self._steps)
