@@ -44,9 +44,9 @@ USUAL = ("hf_8b_4l", "hf_1b_8l", "hf_160m", "gpt2_50257")
 TOYS = ("hf_160m",)
 """The models without `--models`, and those of a dry run, in which all Llamas are the same."""
 KEPT = ("date", "gpu", "torch", "triton", "torchao", "transformers", "fp8pass", "commit")
-"""What each row has of the environment."""
+"""The fields of the environment that each row repeats."""
 FIGURES = ("tokens_s", "speedup", "ms", "host_ms", "peak_GB", "compile_s", "fp8_share", "steps", "loss", "loss_bf16")
-"""What each row has; null if it was not measured."""
+"""The figures of a row; null where nothing was measured."""
 TURN = 30
 """Seconds for each turn, on average; what is left of them is the next one's."""
 HOST_BOUND = 0.9

@@ -63,7 +63,7 @@ class FirstStep:
     ) -> None:
         self.is_judged = False
         self.calls: ModuleCalls | None = None
-        """What compiles layers one by one; None if Dynamo compiles all of them."""
+        """Compiles layers one by one; None where Dynamo compiles them all."""
         self._function = function
         self._compiled = compiled
         self._config = config

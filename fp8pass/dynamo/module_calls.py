@@ -56,7 +56,7 @@ class ModuleCalls:
         self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         """True if a module's latest call in a forward was compiled: its recomputation in a backward does the same."""
         self._before: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
-        """What another `ModuleCalls` had set for a module: it is called where this one does not compile."""
+        """{module: the call of another `ModuleCalls`, which runs it where this one does not compile it}."""
         self.stays = False
         """True if calls are caught from the beginning of each step."""
         self.is_on = True

@@ -16,6 +16,7 @@ import datetime
 import functools
 import hashlib
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -42,7 +43,7 @@ _WAITS = tried.SECONDS + 5
 
 @dataclass
 class Known:
-    """What this process knows of one GPU. used: the latest target that a compilation was for."""
+    """Holds what this process has found out about one GPU. used: the target of the latest compilation."""
 
     speeds: Speeds | None = None
     tried: list[Tried] = field(default_factory=list)
@@ -178,18 +179,21 @@ def with_kernels(target: Target, kinds: Iterable[str], device: torch.device) -> 
 
 def try_kinds(device: torch.device, kinds: Sequence[str]) -> list[Tried]:
     """Return the answers of trials of these kinds of scales, made now or kept since; [] of those that failed."""
-    of = known(device)
+    of, end = known(device), time.monotonic() + tried.SECONDS
     for kind in kinds:
         if any(t.kind == kind for t in of.tried):
             continue
-        answers = _once(device, kind, functools.partial(_answers, kind, device), of)
+        answers = _once(device, kind, functools.partial(_answers, kind, device, end), of)
         of.tried += [Tried(*answer) for answer in answers or ()]
     return of.tried
 
 
-def _answers(kind: str, device: torch.device) -> list[list[Any]]:
-    """Try one kind of scales; return the answers as lists. Raises RuntimeError if they say nothing of the kernel."""
-    found = tried.try_kinds([kind], str(device))
+def _answers(kind: str, device: torch.device, end: float) -> list[list[Any]]:
+    """Try one kind of scales until a time; return the answers as lists.
+
+    Raises RuntimeError if they say nothing of the kernel.
+    """
+    found = tried.try_kinds([kind], str(device), max(1.0, end - time.monotonic()))
     if tried.works(kind, found) is None:
         raise RuntimeError(next((t.result for t in found if t.result), "nothing was tried"))
     return [list(asdict(t).values()) for t in found]
@@ -214,8 +218,10 @@ def _agreed(own: Target, ranks: Sequence[int], question: str) -> Target:
     try:
         store = store_of(dist.group.WORLD, "fp8pass/target")  # type: ignore[arg-type]
         text = store.compare_set(key, "", machine_file.to_json(own)).decode()
-    except (RuntimeError, NotImplementedError, AttributeError) as error:  # a store that can't compare, as of fakes
-        log.info("ranks decide each by its own GPU: %s", first_line(error))
+    except RuntimeError as error:  # of c10d: its server is gone, or the store does not implement it
+        warn_once(
+            f"fp8pass: the store of torch.distributed fails, so each rank decides by its own GPU: {first_line(error)}"
+        )
         return own
     theirs = machine_file.from_json(text, "another rank's target")
     if theirs.capability == own.capability:

@@ -56,7 +56,8 @@ def alone(file: Path, seconds: float) -> Iterator[bool]:
     except Timeout:
         yield False
         return
-    except (OSError, NotImplementedError):  # the latter is filelock's, on file systems without locks
+    # OSError: the folder is read-only, or its disk full. NotImplementedError: filelock 3, where flock does not exist.
+    except (OSError, NotImplementedError):
         yield True
         return
     try:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,7 @@ STEP = 1.1
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured. bf16, fp8: operations per second; copy: bytes per second, read and written together."""
+    """Holds what was measured. bf16, fp8: operations per second; copy: bytes read and written per second."""
 
     bf16: float
     fp8: float
@@ -102,11 +102,6 @@ def with_speeds(target: Target, found: Speeds, rounded: bool = True) -> Target:
         exactly = math.log(measured / wanted, STEP)
         return float(STEP ** (round(exactly) if rounded else exactly))
 
-    of_fp8 = times(found.fp8, usual.fp8)
-    return replace(
-        target,
-        bf16_peak=target.bf16_peak * times(found.bf16, usual.bf16),
-        fp8_peak=target.fp8_peak * of_fp8,
-        mxfp8_peak=None if target.mxfp8_peak is None else target.mxfp8_peak * of_fp8,
-        bandwidth=target.bandwidth * times(found.copy, usual.copy),
+    return target.times(
+        bf16=times(found.bf16, usual.bf16), fp8=times(found.fp8, usual.fp8), bandwidth=times(found.copy, usual.copy)
     )

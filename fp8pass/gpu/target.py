@@ -73,6 +73,13 @@ class Target:
         """True if the device has FP8 tensor cores, which `_scaled_mm` needs: sm_89 (Ada) and later."""
         return self.capability >= (8, 9)
 
+    def times(self, bf16: float, fp8: float, bandwidth: float) -> Target:
+        """Return the target with its peaks, and its bandwidth, so many times as large."""
+        return replace(
+            self, bf16_peak=self.bf16_peak * bf16, fp8_peak=self.fp8_peak * fp8, bandwidth=self.bandwidth * bandwidth,
+            mxfp8_peak=None if self.mxfp8_peak is None else self.mxfp8_peak * fp8,
+        )  # fmt: skip
+
     @property
     def sm(self) -> str:
         """The architecture's name, as "sm_90"."""
@@ -266,12 +273,9 @@ def _part(whole: Target, properties: Any) -> Target:
     share = properties.multi_processor_count / whole.multiprocessors
     if share > 0.9:
         return whole
-    return replace(
-        whole, multiprocessors=properties.multi_processor_count, memory=properties.total_memory,
-        bf16_peak=whole.bf16_peak * share, fp8_peak=whole.fp8_peak * share,
-        mxfp8_peak=None if whole.mxfp8_peak is None else whole.mxfp8_peak * share,
-        bandwidth=whole.bandwidth * min(1.0, properties.total_memory / whole.memory),
-    )  # fmt: skip
+    memory = min(1.0, properties.total_memory / whole.memory)
+    found = whole.times(bf16=share, fp8=share, bandwidth=memory)
+    return replace(found, multiprocessors=properties.multi_processor_count, memory=properties.total_memory)
 
 
 def _scaled(near: Target, properties: Any) -> Target:
@@ -280,9 +284,9 @@ def _scaled(near: Target, properties: Any) -> Target:
     bandwidth = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
     assert near.multiprocessors is not None and near.clock is not None
     times = properties.multi_processor_count * clock / (near.multiprocessors * near.clock)
+    found = as_published(near).times(bf16=times, fp8=times, bandwidth=bandwidth / near.bandwidth or 1.0)
     return replace(
-        as_published(near), name=properties.name, capability=(properties.major, properties.minor),
-        bf16_peak=near.bf16_peak * times, fp8_peak=near.fp8_peak * times, bandwidth=bandwidth or near.bandwidth,
+        found, name=properties.name, capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count, cache=properties.L2_cache_size,
         memory=properties.total_memory, clock=clock, shared_memory=properties.shared_memory_per_multiprocessor,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fp8pass._torch import FakeTensor, first_call_is_fake
 from fp8pass.gpu import here, kernels
 from fp8pass.options.config import Config
-from fp8pass.recipes import ByModule, Recipe, Schedule
+from fp8pass.recipes import Schedule
 
 
 def gpu_of(inputs: Iterable[Any]) -> torch.device | None:
@@ -39,10 +39,9 @@ def on_machine(config: Config, device: torch.device | None) -> Config:
 
 def _kinds(config: Config) -> set[str]:
     """Return the kinds of scales that the recipes ask for, whose kernels not every GPU has."""
-    plan = config.recipe
-    plans = [phase for _, phase in plan.phases] if isinstance(plan, Schedule) else [plan]
-    recipes = [r for p in plans for r in ([r for _, r in p.rules] if isinstance(p, ByModule) else [p])]
-    return {recipe.name for recipe in recipes if isinstance(recipe, Recipe)} & set(kernels.KINDS)
+    recipe = config.recipe
+    phases = [config.at_step(step) for step, _ in recipe.phases] if isinstance(recipe, Schedule) else [config]
+    return {recipe.name for phase in phases for recipe in phase.recipes} & set(kernels.KINDS)
 
 
 def _ranks(config: Config) -> tuple[int, ...]:

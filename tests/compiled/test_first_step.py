@@ -206,7 +206,7 @@ def test_names_of_the_whole_model_choose() -> None:
 
 
 def test_a_checkpoint_recomputes_as_it_ran() -> None:
-    """What a checkpoint recomputes in the backward, outside of the compiled call, is what it ran in the forward."""
+    """A checkpoint recomputes in the backward, outside of the compiled call, as it ran in the forward."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -226,6 +226,19 @@ def test_a_checkpoint_recomputes_as_it_ran() -> None:
     torch.testing.assert_close(training.losses, plain.losses, rtol=0.02, atol=0)
 
 
+def stepped(model: nn.Module) -> Any:
+    """Return a `train_step` of the model that has run once."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @fp8pass.train_step(lowering="eager")
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step(data())
+    return step
+
+
 def test_elsewhere_a_model_runs_as_before() -> None:
     """Calls of the model itself stay in high precision, and a `train_step` compiles its layers in its own way."""
     model = Experts()
@@ -234,28 +247,14 @@ def test_elsewhere_a_model_runs_as_before() -> None:
     assert torch.equal(model(data()), eager(data()))
     assert "_compiled_call_impl" not in vars(eager.gate)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @fp8pass.train_step(lowering="eager")
-    def step(x: Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    step(data())
+    step = stepped(model)
     assert step.report.rewritten and not step.report.declined
 
 
 @pytest.mark.filterwarnings(NO_INPUT_GRADIENT)
 def test_a_step_compiles_hooked_layers_too() -> None:
     model = Hooked()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @fp8pass.train_step(lowering="eager")
-    def step(x: Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    step(data())
+    step = stepped(model)
     assert len(step.report.rewritten) == 5 and not step.report.declined
     assert all(g.source.startswith("test_first_step.py:") for g in step.report.rewritten)
     assert [len(of) for of in model.gradients.values()] == [1, 1]

@@ -38,11 +38,11 @@ LABELS = {
     "gh200": "NVIDIA GH200 480GB", "b200": "NVIDIA B200", "gb200": "NVIDIA GB200", "b300": "NVIDIA B300 SXM6 AC",
     "gb300": "NVIDIA GB300", "a100": "NVIDIA A100-SXM4-80GB",
 }  # fmt: skip
-"""What torch.cuda.get_device_name says, by the names of targets."""
+"""{name of a target: the name that torch gives that GPU}."""
 
 
 class Pretended:
-    """What was asked of a pretended GPU. measured, tried: how often; speeds, results: what it answers."""
+    """Answers for a pretended GPU, and counts. measured, tried: what was asked; speeds, result, error: the answers."""
 
     def __init__(self, target: Target) -> None:
         self.measured = 0

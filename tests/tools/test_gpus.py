@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def test_others_are_like_their_kind(label: str, like: str, changed: dict[str, An
     assert found.bf16_peak / 1e12 == pytest.approx(bf16, rel=0.01)
     assert found.fp8_peak / 1e12 == pytest.approx(fp8, rel=0.01)
     assert found.bandwidth == pytest.approx(896e9)
+    assert found.mxfp8_rate / found.fp8_rate == pytest.approx(TARGETS[like].mxfp8_rate / TARGETS[like].fp8_rate)
     without = published(properties_of(label, TARGETS[like], **changed))  # as torch says it with some versions of CUDA
     assert without.bandwidth == nearest(found.capability, "GeForce" in label).bandwidth
 
@@ -315,6 +317,20 @@ def test_a_child_that_hangs_is_stopped(tmp_path: Path) -> None:
     assert "took more than" in next(t.result for t in found if t.result)
 
 
+def test_all_kinds_share_the_time(tmp_path: Path) -> None:
+    """A second kind is tried in what the first one has left of the time, or in a second."""
+    given: list[float] = []
+
+    def slow(kinds: Any, device: str, seconds: float) -> list[Tried]:
+        given.append(seconds)
+        time.sleep(0.2)
+        return [Tried(kind, "a case", True, "") for kind in kinds]
+
+    with there(tmp_path, "rtx5090"), mock.patch.object(tried, "try_kinds", slow):
+        here.target_here(CUDA, "measured", (), ("mxfp8", "rowwise"))
+    assert len(given) == 2 and given[0] <= tried.SECONDS and given[1] <= given[0] - 0.2
+
+
 def test_a_child_that_can_not_start_leaves_it_to_the_tables(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit('no context: the GPU is exclusive')")
     with pytest.raises(RuntimeError, match="died with status 1: no context: the GPU is exclusive"):
@@ -558,8 +574,8 @@ def test_a_command_writes_the_file_of_a_machine(tmp_path: Path, capsys: pytest.C
     assert found.bf16_peak == pytest.approx(1.03 * 209.5e12, rel=0.01)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["machine"]) == 2
     assert "torch finds 0 GPUs here" in capsys.readouterr().err
 
