@@ -18,7 +18,6 @@ from fp8pass._torch import (
     CompileContext,
     as_fakes,
     context_for_later,
-    detect_fake_mode,
     first_call_is_fake,
     in_aot_compile,
     instead_of_compiled,
@@ -33,7 +32,7 @@ from fp8pass.faults import Attempt, Later, fall_back, left_out
 from fp8pass.frozen.replace import freeze_parameters
 from fp8pass.graph.annotation import Annotation
 from fp8pass.lowering.ddp_cuts import configured
-from fp8pass.lowering.lower import fake_state, lower
+from fp8pass.lowering.lower import lower
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
@@ -56,7 +55,8 @@ from fp8pass.pipeline import (
 from fp8pass.recipes import Disabled
 from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
 from fp8pass.runtime.setting_graph import SettingGraph
-from fp8pass.runtime.update_graph import UpdateGraph
+from fp8pass.runtime.update_graph import Compiled, UpdateGraph
+from fp8pass.runtime.update_inputs import UpdateCall
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey
 from fp8pass.runtime.weight_uses import noting
 from fp8pass.states.amax_reduction import join_reduction
@@ -193,12 +193,8 @@ class _Graph:
     def compile(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
         """Compile the graph in the way of `attempt`, and write its dumps."""
         module, example_inputs, config = self.module, self.example_inputs, self.config
-
-        def examples(annotation: Annotation) -> list[Any]:
-            return [*example_inputs, *fake_state(annotation, example_inputs)]
-
-        annotation = annotated(module, config, attempt, dump, examples)
-        state = fake_state(annotation, example_inputs)
+        annotation = annotated(module, config, attempt, dump, lambda of: of.examples(example_inputs))
+        state = annotation.examples(example_inputs)[len(example_inputs) :]
         later = Later(
             self.compile_later, attempt, config, dump, self.dump_of, functools.partial(self.exchange, annotation)
         )
@@ -282,18 +278,14 @@ def _update(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, refs: Sequence[TensorRef]
 ) -> Callable[..., Any]:
     """Return an update graph, which is compiled when it is called, for the FP8 copies that parameters have then."""
-    context, mode = context_for_later(), detect_fake_mode(example_inputs)
+    context = context_for_later()
 
-    def compile_for(
-        key: UpdateKey, args: Sequence[Any], inputs: list[Tensor], attempt: Attempt, dump: Dump
-    ) -> Callable[..., Any]:
+    def compile_for(key: UpdateKey, args: Sequence[Any], call: UpdateCall, attempt: Attempt, dump: Dump) -> Compiled:
         with tracing(context), torch.no_grad():
-            with mode or contextlib.nullcontext():
-                fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
-            examples = [*args, *fakes]
-            annotation = annotated_update(module, key, config, attempt, dump, examples)
+            annotation = annotated_update(module, key, config, attempt, dump, args, call)
             # no reference to `example_inputs` in here: it would keep Dynamo's first gradients for ever
-            return lower(annotation, examples, config, dump, attempt)
+            run = lower(annotation, annotation.examples(args, call), config, dump, attempt)
+            return Compiled(run, annotation.inputs)
 
     def falling_back(compile_with: Callable[[Attempt, Dump], Any], attempt: Attempt) -> Any:
         return fall_back(compile_with, config, dump_of, attempt)

@@ -18,6 +18,7 @@ from fp8pass._torch import dynamo_config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.fields import called_with
 from fp8pass.graph.annotation import Annotation
+from fp8pass.graph.inputs import Call
 from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration, StaticScaling
@@ -133,7 +134,8 @@ class _Observer:
             states.append(self.states[key])
         for state in states:
             self._before.setdefault(state, state.amax())
-        return annotation.run(*args, *(x for state in states for x in state.tensors.inputs()))
+        call = Call(args, owned, states, [state.tensors for state in states])
+        return annotation.run(*args, *(x.value(call) for x in annotation.inputs))
 
     def end_batch(self) -> None:
         """Pass over the tensors that held a NaN or inf in this batch."""

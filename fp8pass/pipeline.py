@@ -21,6 +21,7 @@ from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
 from fp8pass.graph.builder import multiplies
+from fp8pass.graph.inputs import examples_of
 from fp8pass.graph.other_libraries import Arguments, arguments_of
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
@@ -95,6 +96,7 @@ from fp8pass.passes.update.written import written_only_by_optimizers as written_
 from fp8pass.recipes import Recipe, Schedule
 from fp8pass.report.graph_view import drawn, part_of
 from fp8pass.report.report import Report, Timing, are_judged, publish
+from fp8pass.runtime.update_inputs import UpdateCall
 from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
 
@@ -230,25 +232,25 @@ def annotated_update(
     config: Config,
     attempt: Attempt = FIRST,
     dump: Dump | None = None,
-    examples: Sequence[Any] = (),
+    args: Sequence[Any] = (),
+    call: UpdateCall | None = None,
 ) -> Annotation:
     """Return a copy of Dynamo's graph of an update that also writes FP8 copies of weights, and moments in FP8.
 
-    examples: inputs of the resulting graph, for dumps.
+    args, call: Dynamo's inputs, and what the others are read from, for dumps.
     """
     if attempt.form == "plain":
         return Annotation(module, [], [], is_update=True)
     module = copy_to_edit(module)
-    graph, todo = module.graph, [p for p in UPDATE if attempt.runs(p.name)]
+    todo, context = [p for p in UPDATE if attempt.runs(p.name)], UpdateContext(config, key=key)
 
     def of_now() -> Sequence[Any]:
-        # Each pass that adds inputs adds the next ones of `examples`.
-        return examples[: len(graph.find_nodes(op="placeholder"))]
+        return [*args, *(examples_of(context.inputs, call, args) if call is not None else ())]
 
-    _run_all(todo, module, UpdateContext(config, key=key), dump or Dump(), "dynamo", _lint, of_now)
+    _run_all(todo, module, context, dump or Dump(), "dynamo", _lint, of_now)
     module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
-    return Annotation(module, [], [], is_update=True)
+    return Annotation(module, [], [], inputs=[*context.inputs], is_update=True)
 
 
 def quantized(module: fx.GraphModule, config: Config, names: Names, bootstrap: bool, dump: Dump) -> TracedContext:

@@ -18,7 +18,6 @@ from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.bodies import lower_bodies, without_quantizing
 from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.eager import through_aot
-from fp8pass.lowering.lower import fake_state
 from fp8pass.lowering.verdicts import only_verdicts
 from fp8pass.names import Names
 from fp8pass.options.config import Config
@@ -105,11 +104,11 @@ class GraphToDraw:
                     draw_before(function, inputs, drawing)
                 return function.forward
 
-            lower_bodies(pieces, [*self.example_inputs, *fake_state(pieces, self.example_inputs)], draw)
+            lower_bodies(pieces, pieces.examples(self.example_inputs), draw)
             return
         pieces = annotated(self.module, Config(recipe=None))
         drawing.turn_to("")
-        draw_before(pieces.module, [*self.example_inputs, *fake_state(pieces, self.example_inputs)], drawing)
+        draw_before(pieces.module, pieces.examples(self.example_inputs), drawing)
 
     def draw_later(self) -> None:
         """Draw the graph outside of Dynamo, which traced it, and link its matmuls to `gemms`."""

@@ -173,7 +173,7 @@ def _fp8_state() -> Undo:
 
 
 def _instance_state(state: InstanceState) -> Undo:
-    made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")  # at the next call
+    made_again = ("held_on_device", "recompute_buffers", "derived")  # at the next call
     # the references of `owned` append to the list `gone`: a copy of it would never hear that a tensor is gone
     constant = ("table", "owned", "gone", "tensors", "relatives", "neighbours", *made_again)
     values = {f.name: _shallow(getattr(state, f.name)) for f in fields(state) if f.name not in constant}

@@ -14,12 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.graph.inputs import Call, Input, examples_of
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Saved
-from fp8pass.node_meta import SAVED_RESULT
+from fp8pass.node_meta import IS_STATE, SAVED_RESULT
 from fp8pass.quant import ops
-from fp8pass.quant.monitor_ops import WatchTable, watch_cached, watch_operand
+from fp8pass.quant.monitor_ops import watch_cached, watch_operand
 from fp8pass.recipes import Recipe
 from fp8pass.states.slots import SlotTable
 
@@ -27,41 +28,6 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 COND = torch.ops.higher_order.cond
 STATE_INPUTS = "fp8pass_state_inputs"
 """Key in the meta of a region's body: the number of its inputs, the last ones, that are state."""
-
-
-@dataclass(frozen=True)
-class FrozenWeightInput:
-    """An input of the graph that is a parameter in FP8, quantized in advance.
-
-    position: of the parameter among Dynamo's inputs. table, slot: of its scale. by_columns: True if it is laid out so
-    that its first dimension, which the matmul sums over, is contiguous.
-    """
-
-    position: int
-    table: int
-    slot: int
-    by_columns: bool
-
-
-@dataclass(frozen=True)
-class CachedWeightInput:
-    """Inputs of the graph that are a weight's FP8 copy, quantized when the weight changes: see `weight_cache.py`.
-
-    positions: among Dynamo's inputs, of the parameter, or of the parameters that are concatenated along dim 0. stored:
-    "x_q", "x_t" or both, see `Fp8Weight`. by_itself: how the weight is quantized, a static one as if its slot were the
-    only one; None under delayed scaling. table, slot: of its scale; -1 for none.
-    """
-
-    positions: tuple[int, ...]
-    stored: tuple[str, ...]
-    by_itself: ops.ByItself | None = None
-    table: int = -1
-    slot: int = -1
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The tensors of an `Fp8Weight` that are inputs: also its scales, if these are not an input for all slots."""
-        return self.stored if self.slot >= 0 else ("scales", *self.stored)
 
 
 @dataclass
@@ -124,26 +90,21 @@ class Annotation:
     """An annotated copy of Dynamo's graph.
 
     owned, owned_paths: positions and names of the inputs that identify the instance, which owns the state. tables: the
-    slot tables, one for each recipe that has slots, in the order of the state inputs. After those come the inputs of
-    `frozen` and `cached`, weights in FP8, and `backward_amax_inputs`, positions of inputs that the graph takes once
-    more, for its backward to write. scale_states: for each `ScaleState` that the user wrote, the positions of its
-    scale, amax_history, amax, step_ended and held. is_update: True for a graph that updates parameters. watched: the
-    tensors that the numerics monitor watches; its buffers are the last inputs. bodies: the functions that the graph
-    consists of, by the names of their graphs; empty if it is in one piece. saved: verdicts on what `save_fp8` is for.
-    weights: the calls of linear layers.
+    slot tables, one for each recipe that has slots. inputs: the graph's inputs after Dynamo's, in order. scale_states:
+    for each `ScaleState` that the user wrote, the positions of its scale, amax_history, amax, step_ended and held.
+    is_update: True for a graph that updates parameters. bodies: the functions that the graph consists of, by the names
+    of their graphs; empty if it is in one piece. saved: verdicts on what `save_fp8` is for. weights: the calls of
+    linear layers.
     """
 
     module: fx.GraphModule
     choices: list[MatmulChoice]
     owned: list[int]
     tables: list[SlotTable] = field(default_factory=list)
-    frozen: list[FrozenWeightInput] = field(default_factory=list)
-    cached: list[CachedWeightInput] = field(default_factory=list)
-    backward_amax_inputs: list[int] = field(default_factory=list)
+    inputs: list[Input[Any]] = field(default_factory=list)
     scale_states: list[tuple[int, ...]] = field(default_factory=list)
     is_update: bool = False
     owned_paths: tuple[str, ...] = ()
-    watched: WatchTable | None = None
     bodies: dict[str, Body] = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)
     weights: list[WeightUse] = field(default_factory=list)
@@ -151,7 +112,7 @@ class Annotation:
     @property
     def has_state(self) -> bool:
         """True if the graph takes more than Dynamo's inputs."""
-        return bool(self.tables or self.scale_states or self.watched or self.cached)
+        return bool(self.inputs or self.scale_states)
 
     @functools.cached_property
     def bootstrapped(self) -> Annotation:
@@ -165,9 +126,9 @@ class Annotation:
         generate_code(module)
         return replace(self, module=module)
 
-    def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
-        """Return the inputs `backward_amax_inputs` for a call with Dynamo's `args`: see `SlotTensors.inputs`."""
-        return [args[i].data for i in self.backward_amax_inputs]
+    def examples(self, args: Sequence[Any], call: Any = None) -> list[Any]:
+        """Return examples of all inputs of the graph. args: of Dynamo's. call: for inputs that read more than those."""
+        return [*args, *examples_of(self.inputs, call or Call(args), args)]
 
     def run(self, *args: Any) -> Any:
         """Run the graph eagerly."""
@@ -289,7 +250,7 @@ def _interpret(branch: fx.GraphModule, *args: Any) -> Any:
 
 def is_state_input(node: fx.Node) -> bool:
     """Return whether a node is an input that a pass has added to an annotated graph, or to a function of it."""
-    return node.op == "placeholder" and node.name.startswith("fp8pass_")
+    return node.op == "placeholder" and node.meta.get(IS_STATE, False)
 
 
 def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fp8pass._torch import context_of_one_graph, detect_fake_mode
+from fp8pass._torch import context_of_one_graph
 from fp8pass.dump.writer import Dump
 from fp8pass.faults import FIRST, Attempt, Later, lowering_functions
 from fp8pass.graph.annotation import Annotation, is_state_input
@@ -19,30 +18,11 @@ from fp8pass.lowering.through_inductor import lower_through_inductor
 from fp8pass.lowering.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.options.config import Config
 from fp8pass.pipeline import Pipeline, warn_if_nothing
-from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.report.graph_view import drawn
 from fp8pass.report.report import Report, Timing, publish
-from fp8pass.runtime.frozen_weights import frozen_example
-from fp8pass.runtime.weight_cache import cached_example
 from fp8pass.states.steps import Pass, checkpointed_region
 
 log = logging.getLogger(__name__)
-
-
-def fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
-    """Return examples of the graph's inputs after Dynamo's inputs."""
-    mode = detect_fake_mode(example_inputs)
-    if mode is None:
-        return []
-    with mode, torch.no_grad():  # each input is a separate tensor, also where calls pass aliases
-        state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
-        watched = [] if annotation.watched is None else [x.clone() for x in MonitorBuffer(annotation.watched).inputs()]
-        backward_amax_inputs = (
-            torch.empty((), device=example_inputs[i].device) for i in annotation.backward_amax_inputs
-        )
-        frozen = (frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)
-        cached = (x for c in annotation.cached for x in cached_example(c, [example_inputs[i] for i in c.positions]))
-        return [*state, *frozen, *cached, *backward_amax_inputs, *watched]
 
 
 def lower(

@@ -269,7 +269,7 @@ class MonitorBuffer:
 
     def inputs(self, repeats: bool = False) -> list[Tensor]:
         """Return the graph's inputs. repeats: True if a backward runs the forward again, which is counted already."""
-        # `.data`: as in `SlotTensors.inputs`, each call has its own version counters
+        # `.data`: as in `SlotInput.value`, each call has its own version counters
         return [(self._repeated if repeats else self.forward).data, self.backward.data]
 
     def read(self) -> Tensor:

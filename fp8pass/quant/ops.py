@@ -59,22 +59,6 @@ class SlotTensors(NamedTuple):
     amax_weights: Tensor
     weight_copy_scales: Tensor
 
-    def inputs(self) -> list[Tensor]:
-        """Return the graph's state inputs: the tensors, and `amax_backward` once more, for the backward to write.
-
-        The backward must merge into the values that the buffer holds when it runs, not into those that its forward saw.
-        So the buffer is a separate input, which the forward does not touch. `.data` gives each call tensors with their
-        own version counters; else autograd would raise if a second forward wrote into them before the first backward.
-        """
-        *others, amax_weights, weight_copy_scales = self
-        of_weights = [amax_weights, weight_copy_scales] if len(amax_weights) else []
-        return [t.data for t in (*others, self.amax_backward, *of_weights)]
-
-
-WEIGHT_INPUTS = ("amax_weights", "weight_copy_scales")
-INPUTS = (*SlotTensors._fields[:-2], "amax_backward_late")
-"""Names of a graph's state inputs, in order. If the graph has cached weights, `WEIGHT_INPUTS` come after them."""
-
 
 @torch.library.custom_op("fp8pass::record", mutates_args=())
 def record(amax: Tensor, new: Tensor, index: int, on_nonfinite: str) -> Tensor:

@@ -179,5 +179,5 @@ def _some(names: Sequence[str]) -> str:
 def _inputs(state: InstanceState) -> list[Tensor]:
     tensors = state.tensors
     if not state.table.remembers:
-        return state.inputs()
+        return [state.fixed_scales()]
     return [tensors.scale, tensors.amax_history, tensors.amax_forward]

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -18,12 +18,9 @@ from fp8pass import scaling
 from fp8pass._torch import pipeline_call
 from fp8pass.errors import Fp8Error
 from fp8pass.graph.annotation import Annotation
-from fp8pass.quant.monitor_ops import MonitorBuffer
-from fp8pass.runtime.frozen_weights import frozen_weights
-from fp8pass.runtime.weight_cache import Held, cached_weights
+from fp8pass.graph.inputs import Call
 from fp8pass.states.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
 from fp8pass.states.slots import InstanceState, SlotTable, registry
-from fp8pass.states.step_tracker import now
 from fp8pass.states.steps import Pass, Region, begin_step, checkpointed_region, is_shape_inference, join_step
 
 log = logging.getLogger(__name__)
@@ -64,24 +61,18 @@ class Kind(Enum):
 
 
 @dataclass
-class _Call:
-    """A call of a graph. owned: the instance's tensors among `args`. forward: the call it repeats; None if unknown.
+class _Call(Call):
+    """A call of a graph, of one kind. forward: the call it repeats; None if unknown.
 
-    run: the code that runs. eager: True if it runs op by op because the repetition will.
-    For a repetition, monitor_inputs: the buffers of the numerics monitor; state_inputs: the inputs for `states`; cold:
-    True if a slot has no scale in them.
+    run: the code that runs. eager: True if it runs op by op because the repetition will. cold: for a repetition, True
+    if a slot has no scale.
     """
 
-    kind: Kind
-    args: Sequence[Any]
-    owned: list[Tensor]
-    states: list[InstanceState]
-    region: Region | None
-    forward: _Forward | None
+    kind: Kind = Kind.PLAIN
+    region: Region | None = None
+    forward: _Forward | None = None
     run: Run | None = None
     eager: bool = False
-    monitor_inputs: list[Tensor] = field(default_factory=list)
-    state_inputs: list[Tensor] = field(default_factory=list)
     cold: bool = False
 
 
@@ -100,11 +91,6 @@ class CompiledGraph:
         self._compile_for_cold_slots = for_cold_slots
         self._for_cold_slots: Run | None = None
         self._lock = threading.Lock()
-        self._held: Held = {}
-        self._counter: SlotTable | None = None
-        """The table whose state counts the steps of the numerics monitor; None without the monitor."""
-        if (watched := annotation.watched) is not None:
-            self._counter = SlotTable.counter(annotation.owned_paths, watched.code)
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
@@ -112,7 +98,8 @@ class CompiledGraph:
         row = _TABLE[call.kind]
         row.roll(self, call)
         call.run = run = row.code(self, call)
-        return row.record(self, call, run(*row.inputs(self, call)))
+        given = self._with_held_scale_states(call) if call.repeats else args
+        return row.record(self, call, run(*given, *[x.value(call) for x in self._annotation.inputs]))
 
     def _classified(self, args: Sequence[Any]) -> _Call:
         owned = [args[i] for i in self._annotation.owned]
@@ -126,7 +113,8 @@ class CompiledGraph:
             kind = Kind.SHAPES
         else:
             kind = {None: Kind.PLAIN, Pass.FIRST: Kind.FIRST, Pass.AHEAD: Kind.AHEAD}[how]
-        return _Call(kind, args, owned, states, region if how is not Pass.REPEATED else None, forward)
+        region = region if how is not Pass.REPEATED else None
+        return _Call(args, owned, states, [s.tensors for s in states], kind=kind, region=region, forward=forward)
 
     def _key(self, states: Sequence[InstanceState]) -> Hashable:
         """Return the key of the code and the instance: the same for training and evaluation."""
@@ -156,12 +144,11 @@ class CompiledGraph:
         The forward of a region within a region is unknown: its repetition takes the newest scales.
         """
         forward = call.forward
-        call.monitor_inputs = self._monitor_inputs(call.owned, repeats=forward is not None and forward.run is not None)
+        call.repeats, call.is_counted = True, forward is not None and forward.run is not None
         finish()  # or the result of the reduction would overwrite the amaxes recorded here
-        for state in call.states:
+        for i, state in enumerate(call.states):
             join_step(state)
             if not state.table.remembers:
-                call.state_inputs += state.inputs()
                 continue
             state.begin_repeated()
             t, again = state.tensors, state.for_repetition()
@@ -175,11 +162,13 @@ class CompiledGraph:
                     state.reduction.complete()  # the repetition runs in the backward
                 # its forward has recorded nothing, so what is recorded now is not discarded
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
-            call.state_inputs += again.inputs()
+            call.slots[i] = again
             state.tracker.raise_to(1, 1)
 
-    def _nothing(self, call: _Call) -> None:
-        """Leave all slots as they are."""
+    def _discard(self, call: _Call) -> None:
+        """Leave all slots as they are; let the call record into buffers that nothing reads."""
+        call.repeats = call.is_counted = True
+        call.slots = [s.for_shape_inference() if s.table.remembers else s.tensors for s in call.states]
 
     # `_Row.code`
 
@@ -207,51 +196,13 @@ class CompiledGraph:
         cold = any(not s.warm and bool((s.tensors.scale == 0).any()) for s in states)
         return self._annotation.bootstrapped.run if cold else self._compiled
 
-    # `_Row.inputs`
-
-    def _own(self, call: _Call) -> list[Any]:
-        state_inputs = [x for state in call.states for x in state.inputs()]
-        return [*call.args, *state_inputs, *self._last(call), *self._monitor_inputs(call.owned)]
-
-    def _of_recomputation(self, call: _Call) -> list[Any]:
-        args = self._with_held_scale_states(call.args, call.forward)
-        return [*args, *call.state_inputs, *self._last(call, repeats=True), *call.monitor_inputs]
-
-    def _discarded(self, call: _Call) -> list[Any]:
-        args = self._with_held_scale_states(call.args, None)
-        state_inputs = [
-            x for s in call.states for x in (s.for_shape_inference().inputs() if s.table.remembers else s.inputs())
-        ]
-        return [*args, *state_inputs, *self._last(call, repeats=True), *self._monitor_inputs(call.owned, repeats=True)]
-
-    def _last(self, call: _Call, repeats: bool = False) -> list[Tensor]:
-        """Return the inputs after the state: frozen weights, cached weights, and those that the backward writes."""
-        of = self._annotation
-        return [
-            *frozen_weights(of.frozen, call.args, call.states),
-            *cached_weights(of.cached, call.args, call.states, self._held, repeats),
-            *of.late_inputs(call.args),
-        ]
-
-    def _monitor_inputs(self, owned: Sequence[Tensor], repeats: bool = False) -> list[Tensor]:
-        """Return the last inputs of the graph, the buffers of the numerics monitor; [] without the monitor."""
-        if self._annotation.watched is None:
-            return []
-        assert self._counter is not None
-        counter = registry.of(self._counter, owned)
-        if counter.monitor_buffer is None:
-            counter.monitor_buffer = MonitorBuffer(self._annotation.watched)
-        if not repeats:
-            begin_step(counter)
-            counter.monitor_buffer.begin(registry.step_of(owned) - 1, now())
-        return counter.monitor_buffer.inputs(repeats)
-
-    def _with_held_scale_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
+    def _with_held_scale_states(self, call: _Call) -> list[Any]:
         """Return Dynamo's inputs with copies of the user's scale states that neither roll nor record.
 
-        Their scales are those of `forward`; without it, the current ones.
+        Their scales are those of `call.forward`; without it, the current ones.
         """
-        held = list(args)
+        args, held = call.args, list(call.args)
+        forward = None if call.forward is _ONLY_SHAPES else call.forward
         for i, (scale, history, amax, step_ended, flag) in enumerate(self._annotation.scale_states):
             held[scale] = (forward.user_scales[i] if forward else args[scale]).clone()
             held[history], held[amax] = args[history].clone(), torch.full_like(args[amax], scaling.NOTHING)
@@ -313,21 +264,20 @@ class CompiledGraph:
 
 
 class _Row(NamedTuple):
-    """The actions for one kind of call, in this order: roll slots, choose code, collect inputs, record the result."""
+    """The actions for one kind of call, in this order: roll slots, choose code, record the result."""
 
     roll: Callable[[CompiledGraph, _Call], None]
     code: Callable[[CompiledGraph, _Call], Run]
-    inputs: Callable[[CompiledGraph, _Call], list[Any]]
     record: Callable[[CompiledGraph, _Call, Any], Any]
 
 
 _G = CompiledGraph
 _TABLE = {
-    Kind.PLAIN: _Row(_G._roll, _G._for_step, _G._own, _G._record),
-    Kind.FIRST: _Row(_G._roll, _G._for_step, _G._own, _G._remember_and_record),
-    Kind.AHEAD: _Row(_G._roll_trained, _G._as_its_repetition, _G._own, _G._remember),
-    Kind.REPEATED: _Row(_G._join, _G._as_then, _G._of_recomputation, _G._record_nothing),
-    Kind.SHAPES: _Row(_G._nothing, _G._for_shapes, _G._discarded, _G._remember_shapes),
+    Kind.PLAIN: _Row(_G._roll, _G._for_step, _G._record),
+    Kind.FIRST: _Row(_G._roll, _G._for_step, _G._remember_and_record),
+    Kind.AHEAD: _Row(_G._roll_trained, _G._as_its_repetition, _G._remember),
+    Kind.REPEATED: _Row(_G._join, _G._as_then, _G._record_nothing),
+    Kind.SHAPES: _Row(_G._discard, _G._for_shapes, _G._remember_shapes),
 }
 
 

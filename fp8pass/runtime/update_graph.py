@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,33 +20,40 @@ from fp8pass._torch import FakeTensor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
+from fp8pass.graph.inputs import Input
 from fp8pass.names import source_name
-from fp8pass.quant.moments import Fp8Moment, moment_of, pack
+from fp8pass.quant.moments import Fp8Moment, moment_of
 from fp8pass.quant.sharded import division_of, first_index, part_of, with_part
 from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight, WeightByItself
 from fp8pass.runtime.parameter_bytes import storages_of
 from fp8pass.runtime.rounding import Numbers
+from fp8pass.runtime.update_inputs import Bounds, UpdateCall
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
-from fp8pass.runtime.weight_bounds import UNKNOWN, bound_of_parts
 from fp8pass.runtime.weight_cache import newest, weights_of
 from fp8pass.states.slots import InstanceState, registry
 
 Run = Callable[..., Any]
 
 
+class Compiled(NamedTuple):
+    """A compiled update, and its inputs after Dynamo's."""
+
+    run: Run
+    inputs: Sequence[Input[UpdateCall]]
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs.
+    """The compiled function for a call, and the objects that give its inputs: see `UpdateCall`.
 
-    key: what the function is compiled for; `key.writes` goes with `weights`. counted: the number of updates and the
-    numbers of the tensors that are rounded stochastically; [] if none is.
+    key: what the function is compiled for; `key.writes` goes with `weights`. counted: `updates` and `seeds`.
     """
 
     weights: Sequence[Fp8Weight]
     states: Sequence[InstanceState]
     key: UpdateKey
-    run: Run
-    counted: Sequence[Tensor]
+    compiled: Compiled
+    counted: tuple[Tensor | None, Tensor | None]
 
 
 class _CachedPlan:
@@ -54,7 +61,7 @@ class _CachedPlan:
 
     def __init__(self, plan: _Plan) -> None:
         self._weights, self._states = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.states))
-        self._key, self._run, self._counted = plan.key, plan.run, plan.counted
+        self._key, self._compiled, self._counted = plan.key, plan.compiled, plan.counted
 
     def plan(self) -> _Plan | None:
         """Return the plan; None if weights or states are gone, or the weights' scales are in other states now."""
@@ -63,7 +70,7 @@ class _CachedPlan:
         complete = len(weights) == len(self._weights) and len(states) == len(self._states)
         if not complete or any(w.state not in states for w in weights if isinstance(w, DelayedWeight)):
             return None
-        return _Plan(weights, states, self._key, self._run, self._counted)
+        return _Plan(weights, states, self._key, self._compiled, self._counted)
 
 
 class UpdateGraph:
@@ -71,9 +78,9 @@ class UpdateGraph:
 
     skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. rounds: True if
     bfloat16 tensors are rounded stochastically. predicts: True if amaxes of weights may be predicted, since only
-    optimizers write them. compile_for: compiles the graph for a key, and examples of Dynamo's inputs and of the inputs
-    after them. fall_back: compiles with one attempt after another, leaving out what fails by a fault of fp8pass, until
-    an attempt succeeds. counts: i64[2], the number of updates, and of skipped ones; None if updates are not skipped.
+    optimizers write them. compile_for: compiles the graph for a key, with the inputs of a call. fall_back: compiles
+    with one attempt after another, leaving out what fails by a fault of fp8pass, until an attempt succeeds. counts:
+    i64[2], the number of updates, and of skipped ones; None if updates are not skipped.
     """
 
     def __init__(
@@ -84,7 +91,7 @@ class UpdateGraph:
         moments: Sequence[Moment],
         rounds: bool,
         predicts: bool,
-        compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor], Attempt, Dump], Run],
+        compile_for: Callable[[UpdateKey, Sequence[Any], UpdateCall, Attempt, Dump], Compiled],
         fall_back: Callable[[Callable[[Attempt, Dump], _Plan], Attempt], tuple[_Plan, Attempt]],
     ) -> None:
         self._module: fx.GraphModule | None = module
@@ -109,8 +116,8 @@ class UpdateGraph:
             device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
             with torch.inference_mode(False):
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
-        self._bounds: dict[UpdateKey, list[_Bounds]] = {}
-        self._runs: dict[UpdateKey, Run] = {}
+        self._bounds: dict[UpdateKey, dict[int, Bounds]] = {}
+        self._compiled: dict[UpdateKey, Compiled] = {}
         self._plans: dict[tuple[int, ...], _CachedPlan] = {}
         self._numbers = Numbers([])
         self._gradients = gradients_of(module.graph)
@@ -129,7 +136,8 @@ class UpdateGraph:
         plan = self._plan(args)
         moments = plan.key.moments
         stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
-        result = plan.run(*args, *self._inputs(plan, stored))
+        call = self._call(plan, stored)
+        result = plan.compiled.run(*args, *[x.value(call) for x in plan.compiled.inputs])
         for weight in plan.weights:
             weight.written()
         return result
@@ -159,23 +167,27 @@ class UpdateGraph:
         gradients = (args[i] for i in self._gradients if isinstance(args[i], Tensor))
         self.gradient_bytes = sum(storages_of(gradients).values())
         key, weights, states, _ = self._found(args)
-        if key in self._runs:
-            return _Plan(weights, states, key, self._runs[key], self._counted(key, args))
-        plan, self._attempt = self._fall_back(functools.partial(self._compiled, args), self._attempt)
+        if key in self._compiled:
+            return _Plan(weights, states, key, self._compiled[key], self._counted(key, args))
+        plan, self._attempt = self._fall_back(functools.partial(self._compile, args), self._attempt)
         return plan
 
     # Dynamo is on where a compiled step calls this: it would trace the copies that compiling makes, of meshes too
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
+    def _compile(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)
-        plan = _Plan(weights, states, key, _retired, self._counted(key, args))
-        self._runs[key] = self._compile_for(key, args, self._inputs(plan, moments), attempt, dump)
-        return replace(plan, run=self._runs[key])
+        plan = _Plan(weights, states, key, Compiled(_retired, ()), self._counted(key, args))
+        self._compiled[key] = self._compile_for(key, args, self._call(plan, moments), attempt, dump)
+        return replace(plan, compiled=self._compiled[key])
 
-    def _counted(self, key: UpdateKey, args: Sequence[Any]) -> list[Tensor]:
+    def _call(self, plan: _Plan, moments: Sequence[Fp8Moment]) -> UpdateCall:
+        bounds = self._bounds_of(plan.weights, plan.key)
+        return UpdateCall(plan.weights, plan.states, bounds, moments, *plan.counted, self.counts)
+
+    def _counted(self, key: UpdateKey, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
         if not key.is_random:
-            return []
+            return None, None
         stored = self._stored_moments(args)
         rounded = [self._tensor(p, args) for p in key.rounded]
         seeds = [*(stored[m].seed for m in key.moments), *map(self._numbers.seed, rounded)]
@@ -187,7 +199,7 @@ class UpdateGraph:
                 first = torch.tensor(list(map(first_index, tensors)), device=updates.device)
                 # the bits of an index above 2**32 are those of its last 32 bits
                 numbers = torch.stack([numbers, first.to(torch.int32)], 1)
-            return [updates, numbers]
+            return updates, numbers
 
     def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[InstanceState], list[Fp8Moment]]:
         """Return the key to compile for, the weights with copies, their states, and the moments in FP8."""
@@ -284,7 +296,7 @@ class UpdateGraph:
         self.gradient_bytes = None
         self._stored.clear()
         self._plans.clear()
-        self._runs.clear()
+        self._compiled.clear()
         self._moments, self._plain, self._places, self._module = [], [], [], None
         self._compile_for = _retired
 
@@ -294,59 +306,18 @@ class UpdateGraph:
 
         Waits for the device. 0 if no amax is predicted.
         """
-        bounds = [b.tensor for of in self._bounds.values() for b in of]
+        bounds = [b.tensor for of in self._bounds.values() for b in of.values()]
         return max((float(x[2].max()) for x in bounds), default=0.0)
 
-    def _bounds_of(self, weights: Sequence[Fp8Weight], key: UpdateKey) -> list[_Bounds]:
-        """Return the bounds of weights whose amaxes are predicted, for each of the key's `weight_slots` with such."""
+    def _bounds_of(self, weights: Sequence[Fp8Weight], key: UpdateKey) -> dict[int, Bounds]:
+        """Return the bounds of weights whose amaxes are predicted, by the index of their `weight_slots` in the key."""
         if key not in self._bounds:
             predicted: dict[int, list[Fp8Weight]] = {}
             for w, write in zip(weights, key.writes, strict=True):
                 if write.predicted:
                     predicted.setdefault(write.slots, []).append(w)
-            self._bounds[key] = [_Bounds(predicted[i]) for i in sorted(predicted)]
+            self._bounds[key] = {i: Bounds(of) for i, of in predicted.items()}
         return self._bounds[key]
-
-    def _inputs(self, plan: _Plan, moments: Sequence[Fp8Moment]) -> list[Tensor]:
-        """Return the inputs after Dynamo's inputs, in the order in which the passes of `annotated_update` add them."""
-        inputs: list[Tensor] = []
-        for state in plan.states:
-            tensors = state.tensors._asdict()
-            inputs += [tensors[name].data for name in weight_slots_of(state).inputs(self.counts is not None)]
-        inputs += plan.counted
-        if moments:
-            inputs += [pack(moments), *(x for m in moments for x in m.stored)]
-        if self.counts is not None:
-            inputs.append(self.counts)
-        inputs += [bounds.current() for bounds in self._bounds_of(plan.weights, plan.key)]
-        for w, write in zip(plan.weights, plan.key.writes, strict=True):
-            if write.by_itself is not None:
-                inputs.append(w.scales)
-            inputs += w.copies
-            inputs += w.transposes
-            if None in write.parts:
-                inputs += [p for p, place in zip(w.parts, write.parts, strict=True) if place is None]
-        return inputs
-
-
-class _Bounds:
-    """The bounds of the weights of one instance state whose amaxes are predicted: see `ops.predicted_scales`."""
-
-    def __init__(self, weights: Sequence[Fp8Weight]) -> None:
-        self._weights = [weakref.ref(w) for w in weights]
-        self._now: list[list[float]] = []
-        with torch.inference_mode(False):
-            self.tensor = torch.zeros(3, len(weights), device=weights[0].scales.device)
-
-    def current(self) -> Tensor:
-        """Return f32[3, n], with the bounds of the next update, for weights whose amax before it is known."""
-        weights = [w for ref in self._weights if (w := ref()) is not None]
-        bounds = [bound_of_parts(w.parts) if w.is_of_now() else UNKNOWN for w in weights]
-        now = [[b.grows for b in bounds], [b.moves for b in bounds]]
-        if now != self._now:
-            self._now = now
-            self.tensor[:2].copy_(torch.tensor(now))
-        return self.tensor
 
 
 def gradients_of(graph: fx.Graph) -> list[int]:
@@ -360,7 +331,7 @@ def _has_values(x: Tensor) -> bool:
     return isinstance(x, FakeTensor) or bool(x.any())
 
 
-def _retired(*_: Any) -> Run:
+def _retired(*_: Any) -> Any:
     raise AssertionError("an update ran in a graph that had moments in high precision, which are in FP8 now")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
-from fp8pass.graph.annotation import CachedWeightInput
+from fp8pass.graph.inputs import Call
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import part_of
 from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight, WeightByItself
@@ -36,7 +37,7 @@ def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
             weight.invalidate()
 
 
-# weak: what reads a copy holds it: a state (`InstanceState.cached`), or a graph (`Held`)
+# weak: what reads a copy holds it: a state (`InstanceState.derived`), or a graph (`Held`)
 _weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
 _made = itertools.count()
 _newest = next(_made)
@@ -45,52 +46,90 @@ Held = MutableMapping[Hashable, WeightByItself]
 """The copies that a graph reads, for each instance that it was called with, if their scales have no state."""
 
 
-def cached_weights(
-    cached: Sequence[CachedWeightInput],
-    args: Sequence[Any],
-    states: Sequence[InstanceState],
-    held: Held,
-    repeats: bool = False,
-) -> list[Tensor]:
-    """Return the inputs of a graph that are FP8 copies of weights, after refreshing the stale copies.
+@dataclass(frozen=True)
+class CachedWeight:
+    """A weight whose FP8 copy a graph reads, in one to three inputs.
 
-    held: where the graph keeps copies. repeats: the backward recomputes a forward (activation checkpointing), so no
-    step begins.
+    positions: among Dynamo's inputs, of the parameter, or of the parameters that are concatenated along dim 0. stored:
+    "x_q", "x_t" or both, see `Fp8Weight`. by_itself: how the weight is quantized, a static one as if its slot were the
+    only one; None under delayed scaling. table, slot: of its scale; -1 for none.
     """
-    inputs: list[Tensor] = []
-    for c in cached:
-        parts = [args[i] for i in c.positions]
-        begins = not repeats
+
+    positions: tuple[int, ...]
+    stored: tuple[str, ...]
+    by_itself: ops.ByItself | None = None
+    table: int = -1
+    slot: int = -1
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The tensors of an `Fp8Weight` that are inputs: also its scales, if these are not an input for all slots."""
+        return self.stored if self.slot >= 0 else ("scales", *self.stored)
+
+    def parts(self, call: Call) -> list[Tensor]:
+        """Return the parameters that the weight consists of."""
+        return [call.args[i] for i in self.positions]
+
+
+@dataclass(frozen=True)
+class CachedWeightInput:
+    """An input of the graph that is a tensor of a weight's FP8 copy. field: its name in `Fp8Weight`.
+
+    held: where the graph keeps copies.
+    """
+
+    name: str
+    weight: CachedWeight
+    field: str
+    held: Held
+
+    def example(self, call: Call) -> Tensor:
+        """Return an empty tensor like that of an `Fp8Weight` of these parameters."""
+        parts = self.weight.parts(call)
+        local = list(map(part_of, parts))
+        rows, columns = sum(p.shape[0] for p in local), local[0].shape[1]
+        like: dict[str, tuple[Sequence[int], torch.dtype]] = {
+            "scales": (_shape_of_scale_inv(self.weight, local), torch.float32),
+            "x_q": ((rows, columns), scaling.E4M3),
+            "x_t": ((columns, rows), scaling.E4M3),
+        }
+        shape, dtype = like[self.field]
+        return torch.empty(shape, dtype=dtype, device=parts[0].device)
+
+    def value(self, call: Call) -> Tensor:
+        """Return the tensor, after refreshing the copy if it is stale."""
+        tensor: Tensor = getattr(call.once(self.weight, lambda: self._fresh(call)), self.field)
+        return tensor
+
+    def _fresh(self, call: Call) -> Fp8Weight:
+        c, parts, begins = self.weight, self.weight.parts(call), not call.repeats
         weight: Fp8Weight
         if c.by_itself is None:
-            state = states[c.table]
+            state = call.states[c.table]
             weight = _with_slot(c, parts, state)
             begins = begins and not state.holds(c.slot)
         else:
-            weight = _by_itself(c, parts, states, held)
+            weight = _by_itself(c, parts, call.states, self.held)
         if begins:
             weight.begin_step()
         if not weight.is_fresh():
             weight.requantize(begins)
-        inputs += [getattr(weight, name) for name in c.inputs]
-    return inputs
+        return weight
 
 
-def _with_slot(c: CachedWeightInput, parts: Sequence[Tensor], state: InstanceState) -> DelayedWeight:
+def _with_slot(c: CachedWeight, parts: Sequence[Tensor], state: InstanceState) -> DelayedWeight:
     index = c.slot - state.table.n_forward
-    weight: DelayedWeight | None = state.cached.get(c)
+    weight: DelayedWeight | None = state.derived.get(c)
     if weight is None:
         key = (state.keys[c.slot], *map(id, parts))
         known = _known(key, parts)
         weight = known if isinstance(known, DelayedWeight) else DelayedWeight(parts, c.stored, state, index)
-        state.cached[c] = _kept(key, weight, c)
+        state.derived[c] = _kept(key, weight, c)
     weight.use_in(state, index)
     return weight
 
 
-def _by_itself(
-    c: CachedWeightInput, parts: Sequence[Tensor], states: Sequence[InstanceState], held: Held
-) -> WeightByItself:
+def _by_itself(c: CachedWeight, parts: Sequence[Tensor], states: Sequence[InstanceState], held: Held) -> WeightByItself:
     place = (c, *map(id, parts))
     weight = held.get(place)
     if weight is None or not weight.is_of(parts):
@@ -107,7 +146,7 @@ def _by_itself(
     return weight
 
 
-def _scales_of(c: CachedWeightInput, parts: Sequence[Tensor], states: Sequence[InstanceState]) -> Tensor:
+def _scales_of(c: CachedWeight, parts: Sequence[Tensor], states: Sequence[InstanceState]) -> Tensor:
     """Return a new tensor that a copy of this quantizer has its scales in: see `place_in_copy_scales`."""
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(c.by_itself, ops.Static):
@@ -117,7 +156,7 @@ def _scales_of(c: CachedWeightInput, parts: Sequence[Tensor], states: Sequence[I
         return torch.empty(shape, dtype=torch.float32, device=parts[0].device)
 
 
-def _shape_of_scale_inv(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[int]:
+def _shape_of_scale_inv(c: CachedWeight, parts: Sequence[Tensor]) -> list[int]:
     if not isinstance(c.by_itself, ops.Rowwise):
         return []
     shape = [sum(p.shape[0] for p in parts), parts[0].shape[1]]
@@ -129,7 +168,7 @@ def _known(key: Hashable, parts: Sequence[Tensor]) -> Fp8Weight | None:
     return weight if weight is not None and weight.is_of(parts) else None
 
 
-def _kept(key: Hashable, weight: Kind, c: CachedWeightInput) -> Kind:
+def _kept(key: Hashable, weight: Kind, c: CachedWeight) -> Kind:
     """Return a weight that graphs share from now on, with all tensors that the graph reads."""
     if _weights.get(key) is not weight:
         before_eager_optimizers(_invalidate_before_step)
@@ -160,15 +199,3 @@ def end_step(tensors: Sequence[Tensor]) -> None:
     """End a training step of these parameters: a copy that no compiled update has written in it becomes stale."""
     for weight in weights_of(tensors):
         weight.end_step()
-
-
-def cached_example(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return example inputs to compile a graph with: tensors like those of an `Fp8Weight` of these parameters."""
-    local = list(map(part_of, parts))
-    rows, columns = sum(p.shape[0] for p in local), local[0].shape[1]
-    like: dict[str, tuple[Sequence[int], torch.dtype]] = {
-        "scales": (_shape_of_scale_inv(c, local), torch.float32),
-        "x_q": ((rows, columns), scaling.E4M3),
-        "x_t": ((columns, rows), scaling.E4M3),
-    }
-    return [torch.empty(like[name][0], dtype=like[name][1], device=parts[0].device) for name in c.inputs]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,30 +91,30 @@ class SlotTable:
 
     def new_tensors(self) -> SlotTensors:
         """Return the tensors of a state without history: see `SlotTensors`."""
-        total, forward, weights, device = len(self.names), self.n_forward, self.n_weights, self.device
-        return SlotTensors(
-            scale=torch.zeros(total, device=device),
-            amax_history=torch.zeros(self.delayed.amax_history_len if self.remembers else 0, total, device=device),
-            amax_forward=torch.full((forward,), scaling.NOTHING, device=device),
-            amax_backward=torch.full((total - forward - weights,), scaling.NOTHING, device=device),
-            held=torch.zeros(total, dtype=torch.bool, device=device),
-            amax_weights=torch.full((weights,), scaling.NOTHING, device=device),
-            weight_copy_scales=torch.zeros(2, weights, device=device),
-        )
+        return SlotTensors(*map(self.new_tensor, SlotTensors._fields))
 
-    def inputs(self, tensors: SlotTensors) -> list[Tensor]:
-        """Return the state inputs of a graph with this table.
-
-        Static scaling: one tensor f32[2, T], the scales and their reciprocals.
-        """
-        return tensors.inputs() if self.remembers else [torch.stack([tensors.scale, tensors.scale.reciprocal()])]
+    def new_tensor(self, name: str) -> Tensor:
+        """Return one of the tensors of a state without history. name: a field of `SlotTensors`."""
+        total, forward, weights = len(self.names), self.n_forward, self.n_weights
+        shapes = {
+            "scale": (total,),
+            "amax_history": (self.delayed.amax_history_len if self.remembers else 0, total),
+            "amax_forward": (forward,),
+            "amax_backward": (total - forward - weights,),
+            "held": (total,),
+            "amax_weights": (weights,),
+            "weight_copy_scales": (2, weights),
+        }
+        is_amax = name in ("amax_forward", "amax_backward", "amax_weights")
+        value, dtype = scaling.NOTHING if is_amax else 0, torch.bool if name == "held" else torch.float32
+        return torch.full(shapes[name], value, dtype=dtype, device=self.device)
 
 
 @dataclass(eq=False)  # hashed by identity: states are keys of dicts and members of weak sets
 class InstanceState:
     """The state of one instance for one slot table: owns the tensors.
 
-    Only this file writes the fields, except `frozen`, `cached` and `monitor_buffer`.
+    Only this file writes the fields, except `derived` and `monitor_buffer`.
     """
 
     table: SlotTable
@@ -144,12 +144,8 @@ class InstanceState:
     """A copy on the device of each value that `held` has had."""
     recompute_buffers: SlotTensors | None = None
     """The buffers that `for_repetition` returns; None until it is called."""
-    static_inputs: list[Tensor] | None = None
-    """The result of `inputs` for a static recipe; None until it is called."""
-    frozen: dict[Any, Any] = field(default_factory=dict)
-    """FP8 parameters by the graph's `FrozenWeightInput` record: `frozen_weights.py` fills it."""
-    cached: dict[Any, Any] = field(default_factory=dict)
-    """FP8 copies of weights by the graph's `CachedWeightInput` record: `weight_cache.py` fills it."""
+    derived: dict[Hashable, Any] = field(default_factory=dict)
+    """What inputs of graphs compute from the tensors and the parameters, by keys of their own."""
     monitor_buffer: MonitorBuffer | None = None
     """The numbers that the numerics monitor has counted; only in the state of a table without slots."""
 
@@ -242,9 +238,8 @@ class InstanceState:
 
     def forget_copies(self) -> None:
         """Drop everything that can be computed again from the tensors."""
-        self.recompute_buffers, self.static_inputs = None, None
-        self.frozen.clear()
-        self.cached.clear()
+        self.recompute_buffers = None
+        self.derived.clear()
 
     def hold_all(self, holds: bool) -> None:
         """Mark all slots, or none, as ones whose step continues: see `hold`."""
@@ -415,14 +410,13 @@ class InstanceState:
         for part, new in zip(mine, torch.split(amax, [len(part) for part in mine]), strict=True):
             part.copy_(new)
 
-    def inputs(self) -> list[Tensor]:
-        """Return the state inputs of the graph."""
-        if self.table.remembers:
-            return self.tensors.inputs()
-        if self.static_inputs is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.static_inputs = self.table.inputs(self.tensors)  # kept for calls outside of inference mode, too
-        return self.static_inputs
+    def fixed_scales(self) -> Tensor:
+        """Return the scales of static scaling and their reciprocals, f32[2, T]: the same tensor at each call."""
+        if "fixed_scales" not in self.derived:
+            with torch.inference_mode(False), torch.no_grad():  # kept for calls outside of inference mode, too
+                self.derived["fixed_scales"] = torch.stack([self.tensors.scale, self.tensors.scale.reciprocal()])
+        scales: Tensor = self.derived["fixed_scales"]
+        return scales
 
     def read(self) -> dict[str, Entry]:
         """Return copies of the entries of all slots."""

@@ -98,11 +98,10 @@ class _Annotator(Walk):
                 of.saved = save_fp8.save(self)
         of.owned_paths = tuple(owned.values())
         of.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
-        # in this order: each adds its inputs after all others, and Annotation promises states, then frozen, then cached
         reduction = self.config.reduction_for(slot.quantizer.recipe for slot in self.slots)
-        of.tables = lift_state(self.graph, self.slots, self.regions, of.owned_paths, self.device, reduction)
-        of.frozen = freeze(self.graph, of.tables, self.slots, self.by_columns)
-        of.cached = cache(self.graph, of.tables, self.slots, self.regions, self.weights)
+        of.tables = lift_state(self.graph, of.inputs, self.slots, self.regions, of.owned_paths, self.device, reduction)
+        freeze(self.graph, of.inputs, of.tables, self.slots, self.by_columns)
+        cache(self.graph, of.inputs, of.tables, self.slots, self.regions, self.weights)
 
     def _visit_all(self, around: tuple[Transform, ...] = ()) -> None:
         """Annotate `self.graph`. around: the function transforms that the whole graph is inside of."""

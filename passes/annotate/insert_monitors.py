@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.graph.annotation import CHECKPOINT, Annotation
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.node_meta import PIECE
 from fp8pass.options.config import Config
 from fp8pass.passes.common.divide_state import Division, PieceNumber, PieceOf
 from fp8pass.passes.common.regions import Region
-from fp8pass.passes.common.state_inputs import state_input, thread
+from fp8pass.passes.common.state_inputs import add_input, thread
 from fp8pass.quant import monitor_ops, ops
 from fp8pass.quant.monitor_ops import WATCHED, WatchTable
-from fp8pass.states.slots import SlotKind
+from fp8pass.runtime.monitor_inputs import MonitorInput
+from fp8pass.states.slots import SlotKind, SlotTable
 
 FORWARD: dict[Any, Callable[..., Any]] = {
     ops.qdq_operand: monitor_ops.watch_operand,
@@ -50,31 +51,37 @@ class InsertMonitors:
         """Watch the tensors that `config.monitor` names; return their number."""
         if not context.config.monitor or not torch.is_grad_enabled():
             return 0
-        context.annotation.watched = table = _watch(context.annotation.module, context.config)
-        return 0 if table is None else len(table.watched)
+        return _watch(context.annotation, context.config)
 
 
-def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
-    """Insert the ops; return the table of watched tensors, forward then backward, each in graph order, or None."""
+def _watch(annotation: Annotation, config: Config) -> int:
+    """Insert the ops; return the number of watched tensors: of the forward, then gradients, each in graph order."""
+    module = annotation.module
     parts = list(_parts(module))
     found = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
     forward = [(p, n) for p, n in found if n.target in FORWARD]
     backward = [(p, n) for p, n in found if n.target in BACKWARD]
     if not found:
-        return None
+        return 0
+    watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
+    device = found[0][1].meta["example_value"].device
+    table = WatchTable(watched, len(forward), device, config.monitor_steps, config.monitor_kurtosis)
+    counter = SlotTable.counter(annotation.owned_paths, table.code)
     piece_of = PieceOf(module.graph, [region for _, region in parts if region is not None])
     rows: list[tuple[SlotKind, PieceNumber]] = [("forward", piece_of(node)) for _, node in forward]
     rows += [("gradient", piece_of(node)) for _, node in backward for _ in node.meta[WATCHED]]
     division = Division(rows, dim=0)
-    inputs = _inputs(parts, {p for p, _ in found}, division, piece_of)
+    tables = {
+        name: add_input(module.graph, annotation.inputs, MonitorInput(name, table, counter, name == INPUTS[1]))
+        for name in INPUTS
+    }
+    inputs = _inputs(parts, tables, {p for p, _ in found}, division, piece_of)
     row = 0
     for part, node in (*forward, *backward):
         watch, name, kind = _FORWARD if node.target in FORWARD else _BACKWARD
         watch(node, inputs[part, piece_of(node)][name], row - division.first(kind, piece_of(node))[1])
         row += len(node.meta[WATCHED])
-    watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
-    device = found[0][1].meta["example_value"].device
-    return WatchTable(watched, len(forward), device, config.monitor_steps, config.monitor_kurtosis)
+    return len(watched)
 
 
 def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | None]]:
@@ -100,11 +107,12 @@ def _watches(node: fx.Node, config: Config) -> bool:
 
 def _inputs(
     parts: Sequence[tuple[fx.GraphModule, Region | None]],
+    tables: dict[str, fx.Node],
     wanted: set[fx.GraphModule],
     division: Division,
     piece_of: PieceOf,
 ) -> dict[tuple[fx.GraphModule, PieceNumber], dict[str, fx.Node]]:
-    """Add the table inputs to each part; return them by part and piece. Regions get those of the graph around them."""
+    """Hand the table inputs to each part; return them by part and piece. Regions get those of the graph around them."""
     graphs = {part.graph: part for part, _ in parts}
     for part, region in reversed(parts):  # a graph passes the tables on to its inner regions
         if part in wanted and region is not None:
@@ -112,7 +120,6 @@ def _inputs(
     inputs: dict[tuple[fx.GraphModule, PieceNumber], dict[str, fx.Node]] = {}
     for part, region in parts:
         if region is None:
-            tables = {name: state_input(part.graph, f"fp8pass_{name}") for name in INPUTS}
             inputs.update({(part, piece): of for piece, of in division.divide(part.graph, tables).items()})
         elif part in wanted:
             piece = piece_of(region.call)

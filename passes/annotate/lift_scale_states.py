@@ -7,7 +7,7 @@ after    s: f32[] = begin_graph(scale, amax_history, amax, ..., key, float8_e5m2
 changes  the end of a step: each call of the graph is one. Later uses of a state in it take the scale of the first
 
 Runs on Dynamo's graph, after the annotate pass. `amax_late` is the buffer `amax`, passed a second time as a separate
-input: see `fp8pass.quant.ops.SlotTensors.inputs`. Uses in the bodies of control flow and checkpoints do not change.
+input: see `SlotInput`. Uses in the bodies of control flow and checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx
 
+from fp8pass.graph.inputs import Input, LateAmax
 from fp8pass.graph.pass_base import DynamoContext
-from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.passes.common.state_inputs import add_input
 from fp8pass.quant import ops
 from fp8pass.states import scale_state
 
@@ -29,25 +30,25 @@ class LiftScaleStates:
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
         """Make every call of the graph a step of the states that it uses; return the number of these states."""
-        lifter = _Lifter(graph)
+        lifter = _Lifter(graph, context.annotation.inputs)
         if any(n.target is scale_state.begin_use for n in graph.nodes):
             for node in list(graph.nodes):
                 lifter.visit(node)
-        context.annotation.backward_amax_inputs = lifter.backward_amax_inputs
         context.annotation.scale_states = lifter.scale_states
         return len(lifter.scale_states)
 
 
 class _Lifter:
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, inputs: list[Input[Any]]) -> None:
         self.graph = graph
+        self.inputs = inputs
         # before `_late` adds inputs: positions in this list are those of Dynamo's inputs
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.begun: dict[fx.Node, fx.Node] = {}
         """The node of a state's scale in this graph, by the state's `amax` input."""
-        self.backward_amax_inputs: list[int] = []
         self.scale_states: list[tuple[int, ...]] = []
-        self.inputs: dict[fx.Node, fx.Node] = {}
+        self.late: dict[fx.Node, fx.Node] = {}
+        """The input that the backward writes, by the state's `amax` input."""
 
     def visit(self, node: fx.Node) -> None:
         """Replace the node if it stands for a use of a state."""
@@ -73,7 +74,7 @@ class _Lifter:
             self.scale_states.append(tuple(map(self.placeholders.index, state)))
 
     def _late(self, amax: fx.Node) -> fx.Node:
-        if amax not in self.inputs:
-            self.backward_amax_inputs.append(self.placeholders.index(amax))
-            self.inputs[amax] = state_input(self.graph, f"fp8pass_amax_late_{len(self.inputs)}")
-        return self.inputs[amax]
+        if amax not in self.late:
+            late = LateAmax(f"amax_late_{len(self.late)}", self.placeholders.index(amax))
+            self.late[amax] = add_input(self.graph, self.inputs, late)
+        return self.late[amax]

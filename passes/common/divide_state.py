@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fp8pass.node_meta import PIECE
+from fp8pass.node_meta import IS_STATE, PIECE
 from fp8pass.passes.common.regions import Region
 from fp8pass.states.slots import SlotKind
 
@@ -113,5 +113,5 @@ def _split(graph: fx.Graph, name: str, node: fx.Node, lengths: list[int], dim: i
             for i in range(len(lengths))
         ]
     for new in (split, *parts):
-        new.meta[PIECE] = None
+        new.meta.update({PIECE: None, IS_STATE: True})
     return parts

@@ -25,13 +25,16 @@ from torch import fx
 
 from fp8pass import scaling
 from fp8pass._torch import ConstantSource
-from fp8pass.graph.annotation import STATE_INPUTS, CachedWeightInput, FrozenWeightInput
-from fp8pass.node_meta import PIECE
+from fp8pass.graph.annotation import STATE_INPUTS
+from fp8pass.graph.inputs import FixedScales, Input, SlotInput
+from fp8pass.node_meta import IS_STATE, PIECE
 from fp8pass.options.config import Reduction
 from fp8pass.passes.common.divide_state import FIRST_PIECE, Division, PieceNumber, PieceOf
 from fp8pass.passes.common.regions import Region
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
+from fp8pass.runtime.frozen_weights import FrozenWeightInput
+from fp8pass.runtime.weight_cache import CachedWeight, CachedWeightInput, Held
 from fp8pass.states.slots import SlotTable
 
 
@@ -39,7 +42,7 @@ from fp8pass.states.slots import SlotTable
 class Weight:
     """A weight that an operand is an FP8 copy of.
 
-    parts: the inputs of the graph that the weight consists of, one below the other. stored: see `CachedWeightInput`.
+    parts: the inputs of the graph that the weight consists of, one below the other. stored: see `CachedWeight`.
     """
 
     parts: tuple[fx.Node, ...]
@@ -65,19 +68,23 @@ class Slot:
     """Its position in the table, from `lift_state` on."""
 
 
+INPUTS = (*ops.SlotTensors._fields[:-2], "amax_backward_late")
+"""The state inputs of delayed scaling, in order. If the graph has cached weights, `WEIGHT_INPUTS` come after them."""
+WEIGHT_INPUTS = ("amax_weights", "weight_copy_scales")
 _AMAXES = {"forward": "amax_forward", "weight": "weight_copy_scales", "gradient": "amax_backward_late"}
 """The state input that the amaxes of slots of each kind are recorded in."""
 
 
 def lift_state(
     graph: fx.Graph,
+    inputs: list[Input[Any]],
     slots: list[Slot],
     regions: list[Region],
     owned: tuple[str, ...],
     device: torch.device | None,
     reduces: Reduction | None,
 ) -> list[SlotTable]:
-    """Add the state inputs of each recipe to the graph, and assign every quantizer its slot.
+    """Add the state inputs of each recipe to the graph and to `inputs`, and assign every quantizer its slot.
 
     regions: outer ones before inner ones; the state is handed to their bodies as further inputs. reduces: how ranks
     share recorded amaxes. Returns one table for each recipe.
@@ -115,36 +122,49 @@ def lift_state(
         for i, twin in twins.items():
             of_recipe[i].position = twin.position
         suffix = f"_{len(tables)}" if tables else ""
-        _insert(graph, table, of_recipe, regions, suffix, reduces)
+        added = _add_inputs(graph, inputs, table, len(tables), suffix)
+        _insert(graph, added, table, of_recipe, regions, suffix, reduces)
         tables.append(table)
     return tables
 
 
+def _add_inputs(
+    graph: fx.Graph, inputs: list[Input[Any]], table: SlotTable, index: int, suffix: str
+) -> dict[str, fx.Node]:
+    """Add the inputs of a table. index: its number among the tables of the graph."""
+    if not table.remembers:
+        return {"scales": add_input(graph, inputs, FixedScales(f"scales{suffix}", table, index))}
+    names = (*INPUTS, *(WEIGHT_INPUTS if table.n_weights else ()))
+    return {
+        name: add_input(graph, inputs, SlotInput(f"{name}{suffix}", table, index, name.removesuffix("_late")))
+        for name in names
+    }
+
+
 def freeze(
-    graph: fx.Graph, tables: list[SlotTable], slots: list[Slot], by_columns: Set[fx.Node]
-) -> list[FrozenWeightInput]:
+    graph: fx.Graph, inputs: list[Input[Any]], tables: list[SlotTable], slots: list[Slot], by_columns: Set[fx.Node]
+) -> None:
     """Add an input for each parameter that is quantized in advance, after all other inputs of the graph.
 
     slots: those of `lift_state`. by_columns: the nodes whose matmul sums over the first dimension of the parameter.
     """
     slot_of = {slot.node: slot.position for slot in slots}
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    found: list[FrozenWeightInput] = []
-    for node in [n for n in graph.nodes if n.target is ops.frozen_operand]:
+    for i, node in enumerate([n for n in graph.nodes if n.target is ops.frozen_operand]):
         weight, quantizer, *rest = node.args
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-        node.args = (state_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
-        found.append(FrozenWeightInput(positions[weight], table, slot_of[node], node in by_columns))
-    return found
+        frozen = FrozenWeightInput(f"frozen_{i}", positions[weight], table, slot_of[node], node in by_columns)
+        node.args = (add_input(graph, inputs, frozen), quantizer, *rest)
 
 
 def cache(
     graph: fx.Graph,
+    inputs: list[Input[Any]],
     tables: list[SlotTable],
     slots: list[Slot],
     regions: list[Region],
     weights: dict[fx.Node, Weight],
-) -> list[CachedWeightInput]:
+) -> None:
     """Add inputs for the FP8 copy of each weight, after all other inputs of the graph, and hand them to regions.
 
     A region gets the copies that it, or a region in it, reads. slots: those of `lift_state`. weights: the weight of
@@ -152,22 +172,23 @@ def cache(
     """
     slot_of = {slot.node: slot.position for slot in slots}
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    inputs: dict[CachedWeightInput, dict[str, fx.Node]] = {}
-    read: dict[fx.Graph, dict[fx.Node, CachedWeightInput]] = {}
+    added: dict[CachedWeight, dict[str, fx.Node]] = {}
+    read: dict[fx.Graph, dict[fx.Node, CachedWeight]] = {}
+    held: Held = {}
     for node, weight in weights.items():
         quantizer: Any = node.args[1]
-        of = CachedWeightInput(tuple(positions[p] for p in weight.parts), weight.stored)
+        of = CachedWeight(tuple(positions[p] for p in weight.parts), weight.stored)
         if isinstance(quantizer, ops.Stateful):
             table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
             of = replace(of, table=table, slot=slot_of[node])
         if not isinstance(quantizer, ops.Delayed):
             by_itself = replace(quantizer, slot=0) if isinstance(quantizer, ops.Static) else quantizer
             of = replace(of, by_itself=by_itself)
-        if of not in inputs:
-            names = (f"weight_{len(inputs)}_{part}" for part in of.inputs)
-            inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
+        if of not in added:
+            tensors = [CachedWeightInput(f"weight_{len(added)}_{name}", of, name, held) for name in of.fields]
+            added[of] = {tensor.name: add_input(graph, inputs, tensor) for tensor in tensors}
         read.setdefault(node.graph, {})[node] = of
-    within = {graph: inputs}
+    within = {graph: added}
     for region in regions:
         wanted = {of for body in _bodies(region, regions) for of in read.get(body, {}).values()}
         outer = {of: names for of, names in within[region.outer].items() if of in wanted}
@@ -176,7 +197,6 @@ def cache(
     for body, nodes in read.items():
         for node, of in nodes.items():
             node.args = (*node.args, *within[body][of].values())
-    return list(inputs)
 
 
 def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
@@ -208,17 +228,16 @@ def _recording_twin(slot: Slot, others: list[Slot], piece_of: PieceOf) -> Slot |
 
 def _insert(
     graph: fx.Graph,
+    inputs: dict[str, fx.Node],
     table: SlotTable,
     slots: list[Slot],
     regions: list[Region],
     suffix: str,
     reduces: Reduction | None,
 ) -> None:
-    names = (*ops.INPUTS, *(ops.WEIGHT_INPUTS if table.n_weights else ())) if table.remembers else ("scales",)
-    inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
     read = {
-        name: inputs[name]
-        for name in names
+        name: node
+        for name, node in inputs.items()
         if name in ("scales", "amax_forward", "amax_backward_late", "weight_copy_scales")
     }
     begun = list[fx.Node]()
@@ -287,11 +306,18 @@ def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, 
     return {name: state_input(region.body.graph, f"fp8pass_{name}{suffix}") for name in outer}
 
 
+def add_input(graph: fx.Graph, inputs: list[Input[Any]], new: Input[Any]) -> fx.Node:
+    """Add an input to the graph, after all others, and to the list of them; return its node."""
+    inputs.append(new)
+    return state_input(graph, f"fp8pass_{new.name}")
+
+
 def state_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Add an input to the graph, after all others, and return it."""
+    """Add a placeholder for state after all others; return it."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
+    node.meta[IS_STATE] = True
     node._dynamo_source = ConstantSource(node.name)  # AOTAutograd asserts that each input has its own source
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
     return node

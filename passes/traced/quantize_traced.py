@@ -308,7 +308,7 @@ class _Writer:
             with mode, torch.no_grad():
                 tensors = table.new_tensors()
                 fakes = [tensors.scale, tensors.amax_history, tensors.amax_forward]
-                fakes = fakes if table.remembers else table.inputs(tensors)
+                fakes = fakes if table.remembers else [torch.stack([tensors.scale, tensors.scale])]
             self.inputs.append([self._input(f"fp8pass_{n}{suffix}", x) for n, x in zip(names, fakes, strict=True)])
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         for table, inputs in zip(self.context.tables, self.inputs, strict=True):

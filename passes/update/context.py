@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
+from fp8pass.graph.inputs import Input
 from fp8pass.graph.pass_base import Context
+from fp8pass.passes.common.state_inputs import add_input
+from fp8pass.runtime.update_inputs import UpdateCall, UpdateInput
 from fp8pass.runtime.update_key import UpdateKey
 
 
 @dataclass
 class UpdateContext(Context):
-    """The context of one update. Each input that a pass adds comes after all inputs that the graph has by then.
+    """The context of one update. inputs: those of the graph after Dynamo's, in order; passes add them with `take`.
 
     key: what the graph is compiled for. slot_inputs: for each of the key's `weight_slots`, the inputs by their
     names in `SlotTensors`.
@@ -23,9 +27,14 @@ class UpdateContext(Context):
     """
 
     key: UpdateKey = field(kw_only=True)
+    inputs: list[Input[UpdateCall]] = field(default_factory=list)
     slot_inputs: list[dict[str, fx.Node]] = field(default_factory=list)
     moments: list[fx.Node] = field(default_factory=list)
     rounded: list[fx.Node] = field(default_factory=list)
     updates: fx.Node | None = None
     keys: fx.Node | None = None
     skipped: fx.Node | None = None
+
+    def take(self, graph: fx.Graph, name: str, value: Callable[[UpdateCall], Tensor]) -> fx.Node:
+        """Add an input to the graph; return its node. value: returns the tensor that a call passes."""
+        return add_input(graph, self.inputs, UpdateInput(name, value))

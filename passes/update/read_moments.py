@@ -12,16 +12,17 @@ was: `decode_moment(..., division=Division(...))`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import Moment, TensorRef
+from fp8pass.quant.moments import pack
+from fp8pass.runtime.update_inputs import UpdateCall
+from fp8pass.runtime.update_key import TensorRef
 
 
 class ReadMoments:
@@ -35,16 +36,17 @@ class ReadMoments:
         The graph gets the inputs `moment_scales`, and `x_q` of each moment, and `blocks` if any: see `Fp8Moment`.
         """
         if context.key.moments:
-            context.moments = _read(graph, context.key.moments)
+            context.moments = _read(graph, context)
         return len(context.moments)
 
 
-def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
-    moment_scales = state_input(graph, "fp8pass_moment_scales")
+def _read(graph: fx.Graph, context: UpdateContext) -> list[fx.Node]:
+    moments = context.key.moments
+    moment_scales = context.take(graph, "moment_scales", lambda call: pack(call.moments))
     stored = [
         [
-            state_input(graph, f"fp8pass_moment_{i}{name}")
-            for name in ("", "_blocks")[: 1 + (m.stored_as.block is not None)]
+            context.take(graph, f"moment_{i}{name}", partial(_stored, i, part))
+            for part, name in enumerate(("", "_blocks")[: 1 + (m.stored_as.block is not None)])
         ]
         for i, m in enumerate(moments)
     ]
@@ -63,3 +65,7 @@ def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
                 graph.erase_node(node)
         decoded.append(after)
     return decoded
+
+
+def _stored(index: int, part: int, call: UpdateCall) -> Tensor:
+    return call.moments[index].stored[part]

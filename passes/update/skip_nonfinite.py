@@ -16,11 +16,11 @@ Inductor makes no copies for the clones. The gradients are read once more, befor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torch import fx
 
 from fp8pass.names import source_name
-from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
@@ -48,7 +48,9 @@ class SkipNonfinite:
         # of a moment, the decoded tensor is restored, before WriteMoments stores it; likewise of one to be rounded
         others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in decoded])
         count = [] if context.updates is None else [context.updates]
-        context.skipped = _skip(graph, [*others, *context.moments, *context.rounded, *count], amaxes)
+        counts = context.take(graph, "counts", attrgetter("counts"))
+        written = [*others, *context.moments, *context.rounded, *count]
+        context.skipped = _skip(graph, counts, written, amaxes)
         return len(key.restore_if_skipped)
 
 
@@ -66,13 +68,12 @@ def _at_beginning(graph: fx.Graph, wanted: Sequence[TensorRef]) -> list[fx.Node]
     return found
 
 
-def _skip(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:
+def _skip(graph: fx.Graph, counts: fx.Node, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:
     """Add ops that restore `written` and drop the recorded `amaxes` if a gradient is not finite.
 
-    written: inputs and `get_attr` nodes at the beginning of the graph. The graph gets the input `counts`. Returns the
-    node that is true if a gradient is not finite: b8[].
+    written: inputs and `get_attr` nodes at the beginning of the graph. Returns the node that is true if a gradient is
+    not finite: b8[].
     """
-    counts = state_input(graph, "fp8pass_counts")
     last = max([counts, *written, *amaxes])
     with graph.inserting_after(last):
         bad = graph.call_function(ops.any_nonfinite, (gradients(graph),))

@@ -12,11 +12,14 @@ If ranks have parts of the tensors, these numbers are i32[n, 2], with the index 
 
 from __future__ import annotations
 
-from torch import fx
+from functools import partial
+from operator import attrgetter
 
-from fp8pass.passes.common.state_inputs import state_input
+from torch import Tensor, fx
+
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.quant import ops
+from fp8pass.runtime.update_inputs import UpdateCall
 
 
 class TakeStates:
@@ -28,14 +31,20 @@ class TakeStates:
         """Add inputs for the tensors of each of the key's `weight_slots`; return the number of these."""
         skips = bool(context.key.restore_if_skipped)
         context.slot_inputs = [
-            {name: state_input(graph, f"fp8pass_{name}_{i}") for name in slots.inputs(skips)}
+            {name: context.take(graph, f"{name}_{i}", partial(_tensor_of, i, name)) for name in slots.inputs(skips)}
             for i, slots in enumerate(context.key.weight_slots)
         ]
         if context.key.is_random:
-            context.updates = state_input(graph, "fp8pass_updates")
-            seeds = state_input(graph, "fp8pass_seeds")
+            context.updates = context.take(graph, "updates", attrgetter("updates"))
+            seeds = context.take(graph, "seeds", attrgetter("seeds"))
             with graph.inserting_after(seeds):
                 context.keys = graph.call_function(ops.keys_of, (context.updates, seeds))
             with graph.inserting_before(graph.output_node()):
                 graph.call_function(ops.count_update, (context.updates,))
         return len(context.slot_inputs)
+
+
+def _tensor_of(index: int, name: str, call: UpdateCall) -> Tensor:
+    """Return a tensor of a state. name: a field of `SlotTensors`."""
+    tensor: Tensor = getattr(call.states[index].tensors, name)
+    return tensor.data

@@ -20,15 +20,16 @@ Inductor computes them in one kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import TensorRef, WeightSlots, Write
+from fp8pass.runtime.update_inputs import UpdateCall
+from fp8pass.runtime.update_key import TensorRef, Write
 
 
 class WriteWeights:
@@ -44,18 +45,20 @@ class WriteWeights:
         their transposed copies, and the parts that have no place in the graph.
         """
         if context.key.writes:
-            _write(graph, context.key.weight_slots, context.slot_inputs, context.key.writes)
+            _write(graph, context)
         return len(context.key.writes)
 
 
-def _write(
-    graph: fx.Graph, weight_slots: Sequence[WeightSlots], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
-) -> None:
+def _write(graph: fx.Graph, context: UpdateContext) -> None:
+    writes = context.key.writes
     nodes = {ref: node for node, ref in refs(graph).items()}
-    bounds_of = [state_input(graph, f"fp8pass_bounds_{i}") for i in sorted({w.slots for w in writes if w.predicted})]
-    to_write = [(w, _inputs_of(graph, i, w, nodes)) for i, w in enumerate(writes)]
+    bounds_of = {
+        i: context.take(graph, f"bounds_{i}", partial(_bounds, i))
+        for i in sorted({w.slots for w in writes if w.predicted})
+    }
+    to_write = [(w, _inputs_of(graph, context, i, w, nodes)) for i, w in enumerate(writes)]
     with graph.inserting_before(graph.output_node()):
-        for i, (slots, of_slots) in enumerate(zip(weight_slots, inputs, strict=True)):
+        for i, (slots, of_slots) in enumerate(zip(context.key.weight_slots, context.slot_inputs, strict=True)):
             if not slots.count:
                 continue
             scale, history, amaxes_now = (of_slots[name] for name in ("scale", "amax_history", "amax_weights"))
@@ -64,7 +67,7 @@ def _write(
             of: Any = (slots.recipe, slots.first, scale, history, amaxes_now)
             scales = graph.call_function(ops.next_scales, of)
             predicted = tuple(w.index for w in writes if w.slots == i and w.predicted)
-            bounds = [bounds_of.pop(0)] if predicted else []
+            bounds = [bounds_of[i]] if predicted else []
             if predicted:
                 of_scales: Any = (scales, of_slots["weight_copy_scales"], *bounds, predicted)
                 scales = graph.call_function(ops.predicted_scales, of_scales)
@@ -82,13 +85,32 @@ def _write(
                 graph.call_function(ops.write_weight_by_itself, of_itself)
 
 
-def _inputs_of(graph: fx.Graph, i: int, w: Write, nodes: Mapping[TensorRef, fx.Node]) -> list[Any]:
+def _inputs_of(
+    graph: fx.Graph, context: UpdateContext, i: int, w: Write, nodes: Mapping[TensorRef, fx.Node]
+) -> list[Any]:
     """Add the inputs of a write; return its last arguments: parts, scales if it has its own, copies, transposes."""
 
-    def several(name: str, count: int) -> list[fx.Node]:
-        return [state_input(graph, f"fp8pass_weight_{i}_{name}_{k}") for k in range(count)]
+    def several(name: str, tensors: str, which: Sequence[int]) -> list[fx.Node]:
+        return [
+            context.take(graph, f"weight_{i}_{name}_{n}", partial(_tensor_of, i, tensors, k))
+            for n, k in enumerate(which)
+        ]
 
-    scales = [] if w.by_itself is None else [state_input(graph, f"fp8pass_weight_{i}_scales")]
-    copies = [several(name, len(w.parts) if name in w.stored else 0) for name in ("x_q", "x_t")]
-    others = several("part", w.parts.count(None))
-    return [[others.pop(0) if ref is None else nodes[ref] for ref in w.parts], *scales, *copies]
+    scales = (
+        [] if w.by_itself is None else [context.take(graph, f"weight_{i}_scales", lambda call: call.weights[i].scales)]
+    )
+    parts = range(len(w.parts))
+    copies = several("x_q", "copies", parts if "x_q" in w.stored else ())
+    transposes = several("x_t", "transposes", parts if "x_t" in w.stored else ())
+    others = several("part", "parts", [k for k in parts if w.parts[k] is None])
+    return [[others.pop(0) if ref is None else nodes[ref] for ref in w.parts], *scales, copies, transposes]
+
+
+def _bounds(index: int, call: UpdateCall) -> Tensor:
+    return call.bounds[index].current()
+
+
+def _tensor_of(index: int, name: str, part: int, call: UpdateCall) -> Tensor:
+    """Return a part's tensor of a weight. name: "copies", "transposes" or "parts" of `Fp8Weight`."""
+    tensor: Tensor = getattr(call.weights[index], name)[part]
+    return tensor

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.quant.ops import SlotTensors
+from fp8pass.graph.inputs import Call, SlotInput
+from fp8pass.passes.common.state_inputs import INPUTS
 from fp8pass.runtime.update_graph import UpdateGraph
+from fp8pass.runtime.update_inputs import UpdateCall
 from fp8pass.states.slots import registry
 from tests.helpers.harness import BF16, compiled
 from tests.helpers.models import Block, batches, make
@@ -79,7 +81,7 @@ def test_state_stays_at_its_address() -> None:
         for run in runs:
             run(x).square().mean().backward()
         states = [s for s in registry.states() if mine & set(map(id, s.owned_tensors()))]
-        now = [[t.data_ptr() for t in state.inputs()] for state in states]
+        now = [[t.data_ptr() for t in state.tensors if len(t)] for state in states]
         pointers = pointers or now
         assert now == pointers
     assert pointers is not None
@@ -93,25 +95,26 @@ def test_the_state_of_a_repeated_forward_stays_at_its_address(
     use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recorded graph depends on the addresses of its state: with new ones, torch would record repetitions again."""
-    seen: list[tuple[int, ...]] = []
+    seen: list[int] = []
 
-    def inputs(self: SlotTensors) -> list[Tensor]:
-        found = real(self)
-        seen.append(tuple(t.data_ptr() for t in found))
+    def value(self: SlotInput, call: Call) -> Tensor:
+        found = real(self, call)
+        seen.append(found.data_ptr())
         return found
 
-    real = SlotTensors.inputs
+    real = SlotInput.value
     run, kept = compiled(make()), []
     for i, x in enumerate(batches(6, 16, 32)):
         if i == 2:
-            monkeypatch.setattr(SlotTensors, "inputs", inputs)
+            monkeypatch.setattr(SlotInput, "value", value)
         y = checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant)
         y.square().mean().backward()
         kept.append(
             [torch.empty(6), torch.empty(4)]
         )  # so that freed memory is not reused at the same address by chance
-    assert len(seen) == 2 * 4
-    assert len(set(seen)) == 2  # one set of addresses for forwards, one for repetitions
+    of_calls = list(zip(*[iter(seen)] * len(INPUTS), strict=True))
+    assert len(of_calls) == 2 * 4
+    assert len(set(of_calls)) == 2  # one set of addresses for forwards, one for repetitions
 
 
 def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +152,19 @@ def test_an_update_finds_everything_at_its_address(monkeypatch: pytest.MonkeyPat
     """The inputs after Dynamo's keep their addresses: copies of weights, state, counters."""
     seen: list[list[int]] = []
 
-    def inputs(self: UpdateGraph, *args: Any) -> list[Tensor]:
-        found = real(self, *args)
-        seen.append([x.data_ptr() for x in found])
-        return found
+    def call_of(self: UpdateGraph, plan: Any, *args: Any) -> UpdateCall:
+        call = real(self, plan, *args)
+        seen.append([x.value(call).data_ptr() for x in plan.compiled.inputs])
+        return call
 
-    real = UpdateGraph._inputs
-    monkeypatch.setattr(UpdateGraph, "_inputs", inputs)
+    real = UpdateGraph._call
+    monkeypatch.setattr(UpdateGraph, "_call", call_of)
     step = whole_step(make(), lowering="eager")
     for x in batches(4, 16, 32):
         step(x)
-    assert len(seen) == 4 + 1  # one more call compiles
-    assert all(pointers == seen[0] for pointers in seen) and len(seen[0]) > 2 * 2 + 4
+    first, *others = seen
+    assert first == [] and len(others) == 4  # the first call compiles
+    assert all(pointers == others[0] for pointers in others) and len(others[0]) > 2 * 2 + 4
 
 
 def same_with_and_without_graphs(results: Callable[..., list[Tensor]]) -> list[Tensor]:
@@ -246,5 +250,5 @@ def test_the_state_stays_at_its_address_in_other_settings() -> None:
             run(x).square().mean().backward()
         ids = {id(p) for p in model.parameters()}
         states = [s for s in registry.states() if ids & set(map(id, s.owned_tensors()))]
-        found.append([t.data_ptr() for state in states for t in state.inputs()])
+        found.append([t.data_ptr() for state in states for t in state.tensors])
     assert found[0] and all(pointers == found[0] for pointers in found)

@@ -13,6 +13,7 @@ import fp8pass
 from fp8pass.graph.annotation import Annotation
 from fp8pass.quant import monitor_ops
 from fp8pass.quant.monitor_ops import Watched, WatchTable
+from fp8pass.runtime.monitor_inputs import MonitorInput
 from tests.helpers import oracle
 from tests.helpers.annotate import annotation
 from tests.helpers.harness import expect_graph
@@ -113,4 +114,6 @@ return (watch_gradient,)
 """,
     )
     names = [Watched(f"weight.{role}", role, "") for role in ("input", "weight", "grad_output")]
-    assert watched.watched == WatchTable(tuple(names), 2, torch.device("cpu"), 7)
+    assert [i.table for i in watched.inputs if isinstance(i, MonitorInput)] == 2 * [
+        WatchTable(tuple(names), 2, torch.device("cpu"), 7)
+    ]

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass import ScaleState, in_qdq, out_qdq
 from fp8pass.graph.annotation import Annotation
+from fp8pass.graph.inputs import LateAmax
 from fp8pass.options.config import Config
 from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
 from fp8pass.pipeline import annotated
@@ -60,9 +61,9 @@ def test_one_roll_per_state_and_a_late_input_per_gradient(recipe: Any) -> None:
     placeholders = [n for n in after.graph.nodes if n.op == "placeholder"]
     (gradient,) = filter(_is_gradient_by_state, after.graph.nodes)
     assert gradient.args[3] is placeholders[-1]
-    (position,) = annotation.backward_amax_inputs
+    (late,) = (i for i in annotation.inputs if isinstance(i, LateAmax))
     (begin,) = (n for n in after.graph.nodes if n.target is scale_state.begin_graph and n in gradient.args)
-    assert begin.args[2] is placeholders[position]
+    assert begin.args[2] is placeholders[late.position]
     assert on_dynamos_graph(after, LiftScaleStates())[1] == [0]
 
 
@@ -73,7 +74,7 @@ def _is_gradient_by_state(node: fx.Node) -> bool:
 def test_a_graph_without_states_does_not_change() -> None:
     module, annotation = lifted(make(), torch.randn(16, 32), config=Config(recipe=None))
     assert annotation.module.code == module.code
-    assert annotation.backward_amax_inputs == []
+    assert annotation.inputs == []
 
 
 def test_an_evaluation_graph_does_not_change() -> None:

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.graph.annotation import STATE_INPUTS, Annotation, FrozenWeightInput
+from fp8pass.graph.annotation import STATE_INPUTS, Annotation
 from fp8pass.options.config import Config
+from fp8pass.passes.common.state_inputs import INPUTS
 from fp8pass.pipeline import annotated as annotate
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, StaticScaling
+from fp8pass.runtime.frozen_weights import FrozenWeightInput
+from fp8pass.runtime.weight_cache import CachedWeight, CachedWeightInput
 
 
 def annotation(model: nn.Module, recipe: Any, training: bool = True, cache: str = "off") -> Annotation:
@@ -42,7 +45,7 @@ def test_a_recipe_without_state_has_no_inputs() -> None:
 def test_each_recipe_has_its_own_inputs() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     a = annotation(model, {"0": DelayedScaling(margin=1), "1": DelayedScaling(), "*": None})
-    names = [f"fp8pass_{n}" for n in ops.INPUTS]
+    names = [f"fp8pass_{n}" for n in INPUTS]
     assert state_inputs(a.module.graph) == [*names, *(f"{n}_1" for n in names)]
     assert [t.names for t in a.tables] == [
         ("0.input", "0.weight", "0.grad_output"), ("1.input", "1.weight", "1.grad_output"),
@@ -92,10 +95,14 @@ def test_static_scales_and_frozen_weights() -> None:
     scales = {"weight.input": 2.0, "weight.weight": 4.0}
     a = annotation(nn.Linear(32, 48), StaticScaling(scales), training=False)
     assert state_inputs(a.module.graph) == ["fp8pass_scales", "fp8pass_frozen_0"]
-    assert a.frozen == [FrozenWeightInput(position=0, table=0, slot=1, by_columns=False)]
+    assert a.inputs[1:] == [FrozenWeightInput("frozen_0", position=0, table=0, slot=1, by_columns=False)]
     training = annotation(nn.Linear(32, 48), StaticScaling(scales))
-    assert training.frozen == []  # training changes weights, so they are not frozen
+    # training changes weights, so they are not frozen
     assert state_inputs(training.module.graph) == ["fp8pass_scales"]
+
+
+def cached(a: Annotation) -> list[CachedWeight]:
+    return list(dict.fromkeys(x.weight for x in a.inputs if isinstance(x, CachedWeightInput)))
 
 
 def test_cached_weights() -> None:
@@ -109,18 +116,18 @@ def test_cached_weights() -> None:
     }
     for recipe, inputs in wanted.items():
         a = annotation(model, recipe, cache="fp8+transpose")
-        assert [list(c.inputs) for c in a.cached] == inputs, recipe
+        assert [list(c.fields) for c in cached(a)] == inputs, recipe
         names = [f"fp8pass_weight_{i}_{name}" for i, of in enumerate(inputs) for name in of]
         assert state_inputs(a.module.graph)[-len(names) :] == names
         assert a.has_state and bool(a.tables) == (recipe == "delayed")
     static = annotation(model, StaticScaling(2.0), cache="fp8+transpose")
-    assert [(c.stored, c.table, c.slot) for c in static.cached] == [(("x_q",), 0, 1), (("x_q", "x_t"), 0, 3)]
+    assert [(c.stored, c.table, c.slot) for c in cached(static)] == [(("x_q",), 0, 1), (("x_q", "x_t"), 0, 3)]
     one = annotation(model, "rowwise", cache="fp8")
-    assert [c.stored for c in one.cached] == [("x_q",), ("x_q",)], "one copy of each weight"
-    assert annotation(model, "dynamic", training=False, cache="fp8").cached == []
+    assert [c.stored for c in cached(one)] == [("x_q",), ("x_q",)], "one copy of each weight"
+    assert not annotation(model, "dynamic", training=False, cache="fp8").inputs
 
 
 @pytest.mark.filterwarnings("ignore:fp8pass. mxfp8 kernels")
 def test_no_copies_of_weights_with_scales_of_blocks() -> None:
     a = annotation(nn.Linear(32, 64), "mxfp8", cache="fp8+transpose")
-    assert [c.scaling for c in a.choices] == ["mxfp8"] and a.cached == []
+    assert [c.scaling for c in a.choices] == ["mxfp8"] and not a.inputs
