@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass._torch import as_fakes, context_for_later, make_boxed_func, tracing
-from fp8pass.backend import compile_graph, modes_of
+from fp8pass.backend import compile_graph
 from fp8pass.faults import left_out
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.verdict import Gemm
@@ -18,6 +18,7 @@ from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.bodies import lower_bodies, without_quantizing
 from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.eager import through_aot
+from fp8pass.lowering.graph_compiler import modes_of
 from fp8pass.lowering.verdicts import only_verdicts
 from fp8pass.names import Names
 from fp8pass.options.config import Config

@@ -1,4 +1,4 @@
-"""The callables that Dynamo gets for a graph with state: each call adds the state of the instance to the inputs."""
+"""The callable that Dynamo gets for a graph: it chooses the compilation for a call, and adds the instance's state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -16,12 +16,23 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass._torch import pipeline_call
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.inputs import Call
-from fp8pass.states.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
+from fp8pass.options.config import Config, Reduction
+from fp8pass.options.setting import Setting, any_entered, current_setting
+from fp8pass.runtime.weight_uses import Notes
+from fp8pass.states.amax_reduction import Reducer, continues, differentiable, finish, reducer_of, take_part
 from fp8pass.states.slots import InstanceState, SlotTable, registry
-from fp8pass.states.steps import Pass, Region, begin_step, checkpointed_region, is_shape_inference, join_step
+from fp8pass.states.steps import (
+    Pass,
+    Region,
+    begin_step,
+    checkpointed_region,
+    is_shape_inference,
+    join_step,
+    repeats_forward,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +42,59 @@ EAGER_FIRST_STEPS = 3
 Run = Callable[..., Any]
 
 
-@dataclass
-class _Forward:
-    """A call in the forward of a checkpointed region: the code and the scales with which the backward repeats it.
+class Variant(NamedTuple):
+    """What tells the compilations of one graph apart. setting: the `autocast` around the call; None for none.
 
-    run: the code that ran; None after a no-grad forward, which ran the code of another graph. eager: True if that ran
-    op by op. scales: the keys of the slots and their scales f32[T], for each instance state. user_scales: the scales
-    f32[] of the `ScaleState`s that the user placed.
+    phase: `Config.variant` of the call's step; None if all steps are alike.
     """
 
-    run: Run | None
-    eager: bool
-    scales: list[tuple[list[tuple[Any, ...]], Tensor]]
-    user_scales: list[Tensor]
+    setting: Setting | None
+    phase: Hashable
 
 
-_ONLY_SHAPES = _Forward(None, False, [], [])
-"""Remembered for a forward that only infers shapes."""
+USUAL = Variant(None, None)
+"""The variant of calls outside of `autocast`, if all steps are alike."""
+
+
+@dataclass
+class Compilation:
+    """A graph as it is compiled with one configuration. run: takes the inputs of Dynamo's and those of `annotation`.
+
+    for_cold_slots: compiles it once more, for slots without history. notes: note how the graph quantizes weights.
+    joins: how ranks share amaxes, if other ranks' graphs may have slots though this one has none; else None.
+    """
+
+    annotation: Annotation
+    run: Run
+    for_cold_slots: Callable[[], Run]
+    notes: Notes
+    joins: Reduction | None = None
+    cold_run: Run | None = None
+    """What `for_cold_slots` has returned; None until it is needed."""
+
+    def become(self, other: Compilation) -> None:
+        """Run what `other` runs from the next call on; drop the state."""
+        registry.drop(self.annotation.tables)
+        self.annotation, self.run, self.notes, self.joins = other.annotation, other.run, other.notes, other.joins
+
+
+@dataclass
+class _Forward:
+    """A call in the forward of a checkpointed region: how the backward repeats it.
+
+    setting, step: of the call. run: the code that ran; None after a no-grad forward, which ran the code of another
+    graph. eager: True if that ran op by op. scales: the keys of the slots and their scales f32[T], for each instance
+    state. user_scales: the scales f32[] of the `ScaleState`s that the user placed. is_of_step: False if the forward
+    only inferred shapes.
+    """
+
+    setting: Setting | None
+    step: int
+    run: Run | None = None
+    eager: bool = False
+    scales: list[tuple[list[tuple[Any, ...]], Tensor]] = field(default_factory=list)
+    user_scales: list[Tensor] = field(default_factory=list)
+    is_of_step: bool = True
 
 
 class Kind(Enum):
@@ -62,22 +109,32 @@ class Kind(Enum):
 
 @dataclass
 class _Call(Call):
-    """A call of a graph, of one kind. forward: the call it repeats; None if unknown.
+    """A call of a graph, of one kind. region: the checkpointed region whose forward it is in.
 
-    run: the code that runs. eager: True if it runs op by op because the repetition will. cold: for a repetition, True
-    if a slot has no scale.
+    forward: the call it repeats; None if unknown. variant, step: see `Variant`. run: the code that runs. eager: True if
+    it runs op by op because the repetition will. cold: for a repetition, True if a slot has no scale.
     """
 
     kind: Kind = Kind.PLAIN
     region: Region | None = None
     forward: _Forward | None = None
+    variant: Variant = USUAL
+    step: int = 0
     run: Run | None = None
     eager: bool = False
     cold: bool = False
 
 
+_newest: dict[str, Setting | None] = {}
+"""The setting of the newest forward of each function in a checkpointed region, whose backward runs another graph."""
+
+
 class CompiledGraph:
-    """A compiled graph with state, which Dynamo calls.
+    """The compilations of one graph of Dynamo's, one for each `Variant` that it was called in.
+
+    config: the options of the compiled code. owned: {position among Dynamo's inputs: path} of the instance's tensors.
+    code: the same for all graphs of a function, with gradients and without. compile_with: compiles the graph with other
+    options. first_is_fake: True if DDPOptimizer calls the graph first, on fake tensors.
 
     The first step of an instance runs the annotated graph eagerly and scales each slot without history by the amax of
     its current tensor. That needs no second compilation, and leaves every slot that saw data with a history. If some
@@ -85,41 +142,144 @@ class CompiledGraph:
     it, at the cost of a pass over each tensor, and this code runs until all slots have a history.
     """
 
-    def __init__(self, compiled: Run, annotation: Annotation, for_cold_slots: Callable[[], Run]) -> None:
-        self._compiled = compiled
-        self._annotation = annotation
-        self._compile_for_cold_slots = for_cold_slots
-        self._for_cold_slots: Run | None = None
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        config: Config,
+        owned: Mapping[int, str],
+        code: str,
+        compile_with: Callable[[Config], Compilation],
+        first_is_fake: bool = False,
+    ) -> None:
+        self._config = config
+        self._owned = tuple(owned)
+        self._code = code
+        self._compile_with = compile_with
+        self._first_is_fake = first_is_fake
+        self._counter = SlotTable.counter(tuple(owned.values()), code)
+        """A table without slots, whose state counts the steps if they vary."""
+        self._trains = torch.is_grad_enabled()
+        self._compilations: dict[Variant, Compilation] = {}
+        self._usual: Compilation | None = None
+        """The compilation for `USUAL`, once there is one."""
+        self._lock = threading.RLock()
+
+    @property
+    def config(self) -> Config:
+        """The options for calls with the setting of this thread, in all steps."""
+        return self._config_of(current_setting())
+
+    def compile(self, compile_with: Callable[[Config], Compilation]) -> None:
+        """Compile for the first step with the setting of this thread."""
+        variant = Variant(current_setting(), self.config.variant(0) if self.config.varies else None)
+        self._add(variant, compile_with(self._config_at(variant, 0)))
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
-        call = self._classified(args)
-        row = _TABLE[call.kind]
-        row.roll(self, call)
-        call.run = run = row.code(self, call)
-        given = self._with_held_scale_states(call) if call.repeats else args
-        return row.record(self, call, run(*given, *[x.value(call) for x in self._annotation.inputs]))
+        if self._first_is_fake:
+            self._first_is_fake = False
+            (first,) = self._compilations.values()
+            return first.run(*first.annotation.examples(args))
+        compilation, call = self._usual, None
+        if compilation is None or compilation.annotation.has_state or any_entered():
+            call = self._classified(args)
+            compilation = self._compilation(call.variant, call.step)
+        compilation.notes.note(args)
+        result = compilation.run(*args) if call is None else self._run(compilation, call)
+        if compilation.joins is not None:
+            take_part(result, compilation.joins)
+        return result
 
     def _classified(self, args: Sequence[Any]) -> _Call:
-        owned = [args[i] for i in self._annotation.owned]
-        states = [registry.of(table, owned) for table in self._annotation.tables]
+        owned = [args[i] for i in self._owned]
         region, how = checkpointed_region() or (None, None)
-        forward = None
-        if region is not None and how is Pass.REPEATED:
-            forward = region.next_forward(self._key(states))
-            kind = Kind.SHAPES if forward is _ONLY_SHAPES else Kind.REPEATED
+        forward = region.next_forward(self._key(owned)) if region is not None and how is Pass.REPEATED else None
+        setting = self._setting(region, how, forward) if any_entered() else None
+        config = self._config_of(setting)
+        variant, step = USUAL if setting is None else Variant(setting, None), 0
+        if config.varies:
+            step = self._step(owned, region, how, forward)
+            variant = Variant(setting, config.variant(step))
+        if how is Pass.REPEATED:
+            kind, region = Kind.REPEATED if forward is None or forward.is_of_step else Kind.SHAPES, None
         elif (region is not None or torch.is_grad_enabled()) and is_shape_inference():
             kind = Kind.SHAPES
         else:
             kind = {None: Kind.PLAIN, Pass.FIRST: Kind.FIRST, Pass.AHEAD: Kind.AHEAD}[how]
-        region = region if how is not Pass.REPEATED else None
-        return _Call(args, owned, states, [s.tensors for s in states], kind=kind, region=region, forward=forward)
+        return _Call(args, owned, kind=kind, region=region, forward=forward, variant=variant, step=step)
 
-    def _key(self, states: Sequence[InstanceState]) -> Hashable:
+    def _key(self, owned: Sequence[Tensor]) -> Hashable:
         """Return the key of the code and the instance: the same for training and evaluation."""
-        names = tuple((s.table.forward_names(), *s.owned_ids) for s in states)
-        return names or id(self)
+        return (self._code, *map(id, owned))
+
+    def _setting(self, region: Region | None, how: Pass | None, forward: _Forward | None) -> Setting | None:
+        """Return the setting of this thread; in a repeated forward, that of the first."""
+        if region is None and not repeats_forward():
+            return current_setting()
+        if how in (Pass.FIRST, Pass.AHEAD):
+            setting = _newest[self._code] = current_setting()
+            return setting
+        if forward is not None:
+            return forward.setting
+        # a region within a region with use_reentrant=True: the backward repeats both, and torch does not tell which
+        # forward it repeats
+        if len(self._compilations) > 1:
+            warn_once(
+                "fp8pass: a forward in nested activation checkpoints with use_reentrant=True is repeated with the "
+                "fp8pass.autocast of the newest forward there. Run the backward of each forward before the next one, "
+                "or pass use_reentrant=False"
+            )
+        return _newest.get(self._code)
+
+    def _step(self, owned: Sequence[Tensor], region: Region | None, how: Pass | None, forward: _Forward | None) -> int:
+        """Return the current step; in evaluation, the last one that began; in a repeated forward, that of the first."""
+        counter = registry.of(self._counter, owned)
+        if how is not Pass.REPEATED and (region is not None or torch.is_grad_enabled()):
+            begin_step(counter)
+        return max(counter.tracker.steps - 1, 0) if forward is None else forward.step
+
+    def _config_of(self, setting: Setting | None) -> Config:
+        config = self._config if setting is None else setting.applied(self._config)
+        # without gradients the monitor counts nothing, so steps need not vary by it
+        return config if self._trains or not config.varies else replace(config, monitor=False)
+
+    def _compilation(self, variant: Variant, step: int) -> Compilation:
+        known = self._compilations.get(variant)
+        return known or self._compiled(variant, step)
+
+    def _compiled(self, variant: Variant, step: int) -> Compilation:
+        with self._lock:
+            if variant in self._compilations:
+                return self._compilations[variant]
+            config = self._config_at(variant, step)
+            same_phase = [v for v in self._compilations if v.phase == variant.phase]
+            alike = (self._compilations[v] for v in same_phase if self._config_at(v, step) == config)
+            return self._add(variant, next(alike, None) or self._compile_with(config))
+
+    def _add(self, variant: Variant, compilation: Compilation) -> Compilation:
+        self._compilations[variant] = compilation
+        if variant == USUAL:
+            self._usual = compilation
+        return compilation
+
+    def _config_at(self, variant: Variant, step: int) -> Config:
+        config = self._config_of(variant.setting)
+        return config.at_step(step) if config.varies else config
+
+    def _run(self, compilation: Compilation, call: _Call) -> Any:
+        annotation = compilation.annotation
+        if not annotation.has_state:
+            result = compilation.run(*call.args)
+            if call.region is not None:
+                call.region.remember(self._key(call.owned), _Forward(call.variant.setting, call.step))
+            return result
+        call.states = [registry.of(table, call.owned) for table in annotation.tables]
+        call.slots = [state.tensors for state in call.states]
+        row = _TABLE[call.kind]
+        row.roll(self, call)
+        call.run = run = row.code(self, compilation, call)
+        args = _with_held_scale_states(annotation, call) if call.repeats else call.args
+        result = run(*args, *[x.value(call) for x in annotation.inputs])
+        return row.record(self, compilation, call, result)
 
     # `_Row.roll`
 
@@ -172,46 +332,33 @@ class CompiledGraph:
 
     # `_Row.code`
 
-    def _for_step(self, call: _Call) -> Run:
+    def _for_step(self, compilation: Compilation, call: _Call) -> Run:
         waiting = [s for s in call.states if s.table.training and not s.warm]
-        return self._for_step_of(waiting) if waiting else self._compiled
+        return self._for_step_of(compilation, waiting) if waiting else compilation.run
 
-    def _as_its_repetition(self, call: _Call) -> Run:
+    def _as_its_repetition(self, compilation: Compilation, call: _Call) -> Run:
         """Return code that runs op by op if the repetition will.
 
         Both must draw the same random numbers (`preserve_rng_state`), and Inductor draws other ones than eager ops do.
         """
         call.eager = not all(s.is_trained() for s in call.states)
-        return self._annotation.run if call.eager else self._for_step(call)
+        return compilation.annotation.run if call.eager else self._for_step(compilation, call)
 
-    def _as_then(self, call: _Call) -> Run:
+    def _as_then(self, compilation: Compilation, call: _Call) -> Run:
         forward = call.forward
         if forward is not None and forward.run is not None:
             return forward.run
         eager = forward.eager if forward else call.cold
-        return self._annotation.bootstrapped.run if eager else self._compiled
+        return compilation.annotation.bootstrapped.run if eager else compilation.run
 
-    def _for_shapes(self, call: _Call) -> Run:
+    def _for_shapes(self, compilation: Compilation, call: _Call) -> Run:
         states = [s for s in call.states if s.table.remembers]
         cold = any(not s.warm and bool((s.tensors.scale == 0).any()) for s in states)
-        return self._annotation.bootstrapped.run if cold else self._compiled
-
-    def _with_held_scale_states(self, call: _Call) -> list[Any]:
-        """Return Dynamo's inputs with copies of the user's scale states that neither roll nor record.
-
-        Their scales are those of `call.forward`; without it, the current ones.
-        """
-        args, held = call.args, list(call.args)
-        forward = None if call.forward is _ONLY_SHAPES else call.forward
-        for i, (scale, history, amax, step_ended, flag) in enumerate(self._annotation.scale_states):
-            held[scale] = (forward.user_scales[i] if forward else args[scale]).clone()
-            held[history], held[amax] = args[history].clone(), torch.full_like(args[amax], scaling.NOTHING)
-            held[step_ended], held[flag] = torch.zeros_like(args[step_ended]), torch.ones_like(args[flag])
-        return held
+        return compilation.annotation.bootstrapped.run if cold else compilation.run
 
     # `_Row.record`
 
-    def _record(self, call: _Call, result: Any) -> Any:
+    def _record(self, compilation: Compilation, call: _Call, result: Any) -> Any:
         """Note that a forward has recorded amaxes, and watch for its backward, which will record more."""
         recording = [s for s in call.states if s.table.remembers and len(s.tensors.amax_backward)]
         if recording:
@@ -221,36 +368,38 @@ class CompiledGraph:
             reducer.watch(result, reduced, may_end=pipeline_call() is None)
         return result
 
-    def _remember(self, call: _Call, result: Any) -> Any:
+    def _remember(self, compilation: Compilation, call: _Call, result: Any) -> Any:
         """Store in the region the scales and the code that ran, for the repetition."""
         assert call.region is not None
         # `Kind.AHEAD` ran the code of evaluation, which the repetition cannot use
         run = call.run if call.kind is Kind.FIRST else None
         scales = [(s.keys, s.tensors.scale.clone()) for s in call.states]
-        user_scales = [call.args[scale].clone() for scale, *_ in self._annotation.scale_states]
-        call.region.remember(self._key(call.states), _Forward(run, call.eager, scales, user_scales))
+        user_scales = [call.args[scale].clone() for scale, *_ in compilation.annotation.scale_states]
+        forward = _Forward(call.variant.setting, call.step, run, call.eager, scales, user_scales)
+        call.region.remember(self._key(call.owned), forward)
         return result
 
-    def _remember_and_record(self, call: _Call, result: Any) -> Any:
-        return self._record(call, self._remember(call, result))
+    def _remember_and_record(self, compilation: Compilation, call: _Call, result: Any) -> Any:
+        return self._record(compilation, call, self._remember(compilation, call, result))
 
-    def _remember_shapes(self, call: _Call, result: Any) -> Any:
+    def _remember_shapes(self, compilation: Compilation, call: _Call, result: Any) -> Any:
         if call.region is not None:
-            call.region.remember(self._key(call.states), _ONLY_SHAPES)
+            forward = _Forward(call.variant.setting, call.step, is_of_step=False)
+            call.region.remember(self._key(call.owned), forward)
         return result
 
-    def _record_nothing(self, call: _Call, result: Any) -> Any:
+    def _record_nothing(self, compilation: Compilation, call: _Call, result: Any) -> Any:
         return result
 
-    def _for_step_of(self, states: Sequence[InstanceState]) -> Run:
+    def _for_step_of(self, compilation: Compilation, states: Sequence[InstanceState]) -> Run:
         """Return the code for a step in which slots may have no scale. Synchronizes with the device."""
         cold = [name for state in states for name in state.cold()]
         if not cold:
-            return self._compiled
+            return compilation.run
         if max(state.cold_steps for state in states) <= EAGER_FIRST_STEPS:
-            return self._annotation.bootstrapped.run
+            return compilation.annotation.bootstrapped.run
         with self._lock:
-            if self._for_cold_slots is None:
+            if compilation.cold_run is None:
                 log.warning(
                     "%d FP8 slots have no scale after %d steps (%s%s): compiling once more, to scale them by their "
                     "own amax until they have. If they never see data, leave them out with filter=",
@@ -259,16 +408,16 @@ class CompiledGraph:
                     ", ".join(cold[:5]),
                     ", ..." if len(cold) > 5 else "",
                 )
-                self._for_cold_slots = self._compile_for_cold_slots()
-        return self._for_cold_slots
+                compilation.cold_run = compilation.for_cold_slots()
+        return compilation.cold_run
 
 
 class _Row(NamedTuple):
     """The actions for one kind of call, in this order: roll slots, choose code, record the result."""
 
     roll: Callable[[CompiledGraph, _Call], None]
-    code: Callable[[CompiledGraph, _Call], Run]
-    record: Callable[[CompiledGraph, _Call, Any], Any]
+    code: Callable[[CompiledGraph, Compilation, _Call], Run]
+    record: Callable[[CompiledGraph, Compilation, _Call, Any], Any]
 
 
 _G = CompiledGraph
@@ -279,6 +428,20 @@ _TABLE = {
     Kind.REPEATED: _Row(_G._join, _G._as_then, _G._record_nothing),
     Kind.SHAPES: _Row(_G._discard, _G._for_shapes, _G._remember_shapes),
 }
+
+
+def _with_held_scale_states(annotation: Annotation, call: _Call) -> list[Any]:
+    """Return Dynamo's inputs with copies of the user's scale states that neither roll nor record.
+
+    Their scales are those of `call.forward`; without it, or if it ran another graph, the current ones.
+    """
+    args, held = call.args, list(call.args)
+    user_scales = call.forward.user_scales if call.forward is not None else []
+    for i, (scale, history, amax, step_ended, flag) in enumerate(annotation.scale_states):
+        held[scale] = (user_scales[i] if user_scales else args[scale]).clone()
+        held[history], held[amax] = args[history].clone(), torch.full_like(args[amax], scaling.NOTHING)
+        held[step_ended], held[flag] = torch.zeros_like(args[step_ended]), torch.ones_like(args[flag])
+    return held
 
 
 def _watch_backward(result: Any, states: Sequence[InstanceState]) -> None:
@@ -308,48 +471,3 @@ def _reducer_of(states: Sequence[InstanceState]) -> Reducer | None:
     """Return the reducer of the states' amaxes; None if none of them is reduced, or there are no other ranks."""
     reduced = ((s.reduces, s.table.device) for s in states if s.reduces is not None)
     return next((reducer_of(*of) for of in reduced), None)
-
-
-class VaryingGraph:
-    """A graph that differs between the steps of its instance, which Dynamo calls.
-
-    variant: maps a step to a key, equal for steps that run the same compiled code. owned: positions of the instance's
-    tensors among the inputs. table: a table without slots, whose state counts the steps. compile_at: compiles the graph
-    for a step.
-    """
-
-    def __init__(
-        self,
-        variant: Callable[[int], Hashable],
-        owned: Sequence[int],
-        table: SlotTable,
-        compile_at: Callable[[int], Run],
-    ) -> None:
-        self._variant = variant
-        self._owned = owned
-        self._table = table
-        self._compile_at = compile_at
-        self._runs: dict[Hashable, Run] = {}
-        self._lock = threading.Lock()
-
-    def has(self, step: int, run: Run) -> None:
-        """Add code that has already been compiled for a step."""
-        self._runs[self._variant(step)] = run
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the graph for the current step; in evaluation, for the last step that began."""
-        counter = registry.of(self._table, [args[i] for i in self._owned])
-        found, key = checkpointed_region(), (self._table.code, *counter.owned_ids)
-        region, how = found or (None, None)
-        step = region.next_forward(key) if region is not None and how is Pass.REPEATED else None
-        if how is not Pass.REPEATED and (region is not None or torch.is_grad_enabled()):
-            begin_step(counter)
-        if step is None:
-            step = max(counter.tracker.steps - 1, 0)
-        if region is not None and how is not Pass.REPEATED:
-            region.remember(key, step)
-        variant = self._variant(step)
-        with self._lock:
-            if variant not in self._runs:
-                self._runs[variant] = self._compile_at(step)
-        return self._runs[variant](*args)

@@ -35,7 +35,7 @@ from fp8pass.states.slots import InstanceState, registry
 Run = Callable[..., Any]
 
 
-class Compiled(NamedTuple):
+class CompiledUpdate(NamedTuple):
     """A compiled update, and its inputs after Dynamo's."""
 
     run: Run
@@ -52,7 +52,7 @@ class _Plan:
     weights: Sequence[Fp8Weight]
     states: Sequence[InstanceState]
     key: UpdateKey
-    compiled: Compiled
+    compiled: CompiledUpdate
     counted: tuple[Tensor | None, Tensor | None]
 
 
@@ -91,7 +91,7 @@ class UpdateGraph:
         moments: Sequence[Moment],
         rounds: bool,
         predicts: bool,
-        compile_for: Callable[[UpdateKey, Sequence[Any], UpdateCall, Attempt, Dump], Compiled],
+        compile_for: Callable[[UpdateKey, Sequence[Any], UpdateCall, Attempt, Dump], CompiledUpdate],
         fall_back: Callable[[Callable[[Attempt, Dump], _Plan], Attempt], tuple[_Plan, Attempt]],
     ) -> None:
         self._module: fx.GraphModule | None = module
@@ -117,7 +117,7 @@ class UpdateGraph:
             with torch.inference_mode(False):
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._bounds: dict[UpdateKey, dict[int, Bounds]] = {}
-        self._compiled: dict[UpdateKey, Compiled] = {}
+        self._compiled: dict[UpdateKey, CompiledUpdate] = {}
         self._plans: dict[tuple[int, ...], _CachedPlan] = {}
         self._numbers = Numbers([])
         self._gradients = gradients_of(module.graph)
@@ -177,7 +177,7 @@ class UpdateGraph:
     def _compile(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)
-        plan = _Plan(weights, states, key, Compiled(_retired, ()), self._counted(key, args))
+        plan = _Plan(weights, states, key, CompiledUpdate(_retired, ()), self._counted(key, args))
         self._compiled[key] = self._compile_for(key, args, self._call(plan, moments), attempt, dump)
         return replace(plan, compiled=self._compiled[key])
 

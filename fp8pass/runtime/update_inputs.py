@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8pass._torch import unset_fake_temporarily
 from fp8pass.quant.moments import Fp8Moment
 from fp8pass.runtime.fp8_weight import Fp8Weight
 from fp8pass.runtime.weight_bounds import UNKNOWN, bound_of_parts
@@ -43,7 +44,8 @@ class UpdateInput:
 
     def example(self, call: UpdateCall) -> Tensor:
         """Return an empty tensor like the one that the call passes."""
-        x = self.value(call)
+        with unset_fake_temporarily():  # the call has real tensors
+            x = self.value(call)
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 

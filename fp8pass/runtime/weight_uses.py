@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,26 +32,27 @@ _in_training: Any = WeakTensorKeyDictionary()
 _in_evaluation: Any = WeakTensorKeyDictionary()
 
 
-def noting(weights: Sequence[WeightUse], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, a graph with these weights, which also notes how it quantizes the weights that it is called with.
+class Notes:
+    """Notes how a graph quantizes the weights that it is called with: instances share graphs, only calls tell whose.
 
-    Instances share graphs, so that only calls tell whose weights a graph has quantized.
+    weights: those of the graph, which trains if gradients are enabled now.
     """
-    if not weights:
-        return run
-    noted = _in_training if torch.is_grad_enabled() else _in_evaluation
-    graph, first = object(), weights[0].positions[0]
 
-    def called(*args: Any) -> Any:
-        known = noted.get(args[first])
-        if known is None or known.graph is not graph:
-            for use in weights:
-                parts = [args[i] for i in use.positions]
-                note = NotedUse(graph, use.recipe, use.reason, tuple(map(weakref.ref, parts)))
-                noted.update((part, note) for part in parts)
-        return run(*args)
+    def __init__(self, weights: Sequence[WeightUse] = ()) -> None:
+        self._weights = weights
+        self._noted = _in_training if torch.is_grad_enabled() else _in_evaluation
 
-    return called
+    def note(self, args: Sequence[Any]) -> None:
+        """Note the weights among the arguments of a call, unless the latest note of them is this graph's."""
+        if not self._weights:
+            return
+        known = self._noted.get(args[self._weights[0].positions[0]])
+        if known is not None and known.graph is self:
+            return
+        for use in self._weights:
+            parts = [args[i] for i in use.positions]
+            note = NotedUse(self, use.recipe, use.reason, tuple(map(weakref.ref, parts)))
+            self._noted.update((part, note) for part in parts)
 
 
 def use_of(weight: Tensor) -> NotedUse | None:

@@ -30,7 +30,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -509,20 +509,15 @@ def continues(state: InstanceState) -> None:
         reducer.runs([state])
 
 
-def join_reduction(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:
-    """Wrap `run`, a graph without slots, so that it takes part in the reductions of ranks where it has slots."""
-
-    def join_reduction(*args: Any) -> Any:
-        result, call = run(*args), pipeline_call()
-        if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
-            return result
-        # outputs are on the device that its slots would be on; inputs may be on another
-        device = next((x.device for x in differentiable(result)), None)
-        if device is not None and (reducer := reducer_of(reduces, device)) is not None:
-            reducer.watch(result, [], may_end=call is None)
-        return result
-
-    return join_reduction
+def take_part(result: Any, reduces: Reduction) -> None:
+    """Take part, after a call of a graph without slots, in the reductions of ranks where the graph has slots."""
+    call = pipeline_call()
+    if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
+        return
+    # outputs are on the device that its slots would be on; inputs may be on another
+    device = next((x.device for x in differentiable(result)), None)
+    if device is not None and (reducer := reducer_of(reduces, device)) is not None:
+        reducer.watch(result, [], may_end=call is None)
 
 
 @contextlib.contextmanager
