@@ -31,7 +31,7 @@ from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
 
 import fp8pass
-from fp8pass.runtime.compiled_graph import CompiledGraph
+from fp8pass.runtime.compiled_graph import Compilation, CompiledGraph
 
 WAYS = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step")
 BASE = "inductor:blocks"
@@ -88,12 +88,12 @@ def watch() -> None:
     """Time the generated code, AOTAutograd's wrappers around it, and what fp8pass does around those."""
     CompiledFxGraph.__call__ = GENERATED.timed(replayed(CompiledFxGraph.__call__))  # type: ignore[method-assign]
     CompiledGraph.__call__ = OURS.timed(CompiledGraph.__call__)  # type: ignore[method-assign]
-    init: Any = CompiledGraph.__init__
+    init: Any = Compilation.__init__
 
-    def timed_init(self: CompiledGraph, compiled: Callable[..., Any], *args: Any) -> None:
-        init(self, WRAPPERS.timed(compiled), *args)
+    def timed_init(self: Compilation, annotation: Any, run: Callable[..., Any], *args: Any) -> None:
+        init(self, annotation, WRAPPERS.timed(run), *args)
 
-    CompiledGraph.__init__ = timed_init  # type: ignore[method-assign, assignment]
+    Compilation.__init__ = timed_init  # type: ignore[method-assign]
 
 
 def step_of(way: str, layers: int) -> Callable[[], None]:

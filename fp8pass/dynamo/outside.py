@@ -59,6 +59,8 @@ RUNS_GRAPHS = tuple(
         (PACKAGE, "backend.py"),
         (PACKAGE, "debug/explain_backend.py"),
         (PACKAGE, "lowering/eager.py"),
+        (PACKAGE, "lowering/graph_compiler.py"),
+        (PACKAGE, "lowering/update_compiler.py"),
         (PACKAGE, "runtime/compiled_graph.py"),
         (PACKAGE, "runtime/update_graph.py"),
         (TORCH, "_functorch/_aot_autograd"),
