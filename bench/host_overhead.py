@@ -93,7 +93,7 @@ def watch() -> None:
     def timed_init(self: Compilation, annotation: Any, run: Callable[..., Any], *args: Any) -> None:
         init(self, annotation, WRAPPERS.timed(run), *args)
 
-    Compilation.__init__ = timed_init  # type: ignore[method-assign]
+    Compilation.__init__ = timed_init  # type: ignore[method-assign, assignment]
 
 
 def step_of(way: str, layers: int) -> Callable[[], None]:

@@ -170,7 +170,7 @@ class CompiledGraph:
 
     def compile(self, compile_with: Callable[[Config], Compilation]) -> None:
         """Compile for the first step with the setting of this thread."""
-        variant = Variant(current_setting(), self.config.variant(0) if self.config.varies else None)
+        variant = Variant(current_setting(), self._phase(self.config, 0) if self.config.varies else None)
         self._add(variant, compile_with(self._config_at(variant, 0)))
 
     def __call__(self, *args: Any) -> Any:
@@ -198,7 +198,7 @@ class CompiledGraph:
         variant, step = USUAL if setting is None else Variant(setting, None), 0
         if config.varies:
             step = self._step(owned, region, how, forward)
-            variant = Variant(setting, config.variant(step))
+            variant = Variant(setting, self._phase(config, step))
         if how is Pass.REPEATED:
             kind, region = Kind.REPEATED if forward is None or forward.is_of_step else Kind.SHAPES, None
         elif (region is not None or torch.is_grad_enabled()) and is_shape_inference():
@@ -238,9 +238,11 @@ class CompiledGraph:
         return max(counter.tracker.steps - 1, 0) if forward is None else forward.step
 
     def _config_of(self, setting: Setting | None) -> Config:
-        config = self._config if setting is None else setting.applied(self._config)
-        # without gradients the monitor counts nothing, so steps need not vary by it
-        return config if self._trains or not config.varies else replace(config, monitor=False)
+        return self._config if setting is None else setting.applied(self._config)
+
+    def _phase(self, config: Config, step: int) -> Hashable:
+        begin, is_monitored = config.variant(step)
+        return begin, is_monitored and self._trains  # without gradients the monitor counts nothing
 
     def _compilation(self, variant: Variant, step: int) -> Compilation:
         known = self._compilations.get(variant)
@@ -263,7 +265,9 @@ class CompiledGraph:
 
     def _config_at(self, variant: Variant, step: int) -> Config:
         config = self._config_of(variant.setting)
-        return config.at_step(step) if config.varies else config
+        if not config.varies:
+            return config
+        return config.at_step(step) if self._trains else replace(config, monitor=False).at_step(step)
 
     def _run(self, compilation: Compilation, call: _Call) -> Any:
         annotation = compilation.annotation

@@ -81,7 +81,7 @@ def test_state_stays_at_its_address() -> None:
         for run in runs:
             run(x).square().mean().backward()
         states = [s for s in registry.states() if mine & set(map(id, s.owned_tensors()))]
-        now = [[t.data_ptr() for t in state.tensors if len(t)] for state in states]
+        now = [[t.data_ptr() for t in state.tensors if t.numel()] for state in states]
         pointers = pointers or now
         assert now == pointers
     assert pointers is not None
