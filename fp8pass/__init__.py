@@ -24,7 +24,7 @@ from fp8pass.rewriting.rewriter import rewrite as rewrite
 from fp8pass.scaling import cast_to_representable as cast_to_representable
 from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
-from fp8pass.states.checkpoint import state as state
+from fp8pass.states.model_state import state as state
 from fp8pass.states.scale_state import ScaleState as ScaleState
 from fp8pass.states.scale_state import in_qdq as in_qdq
 from fp8pass.states.scale_state import out_qdq as out_qdq

@@ -12,11 +12,11 @@ from torch import fx, nn
 
 from fp8pass._torch import CompileContext, first_call_is_fake, in_aot_compile, instead_of_compiled, trace_again
 from fp8pass.dynamo.first_step import FirstStep, judged, tell
-from fp8pass.dynamo.retry import take_note_of_graph
+from fp8pass.dynamo.retry import take_note_of_graph, watch_compilations
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import left_out
 from fp8pass.frozen.replace import freeze_parameters
-from fp8pass.lowering.ddp_cuts import configured
+from fp8pass.lowering.ddp_cuts import configured, cut_at_layers
 from fp8pass.lowering.graph_compiler import GraphCompiler
 from fp8pass.lowering.update_compiler import update_graph
 from fp8pass.names import Names
@@ -26,6 +26,9 @@ from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import freezable, split_for_all_phases, warn_of_slow_matmuls, written
 from fp8pass.runtime.compiled_graph import CompiledGraph
 from fp8pass.runtime.update_key import TensorRef
+from fp8pass.states.model_state import goes_along_with_model
+from fp8pass.states.slots import registry
+from fp8pass.states.static_scales import fill
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,17 @@ def _watched(function: Callable[..., Any], compiled: Callable[..., Any], options
     return call
 
 
-instead_of_compiled(fp8pass, _watched)
+@functools.cache
+def _prepare() -> None:
+    """Change what this backend needs changed in torch, and tell the registry of states whom to call."""
+    instead_of_compiled(fp8pass, _watched)
+    watch_compilations()
+    cut_at_layers()
+    registry.on_new += [goes_along_with_model, fill]
+
+
+# Here, because a backend is told nothing between its lookup, which imports this file, and what torch.compile returns
+_prepare()
 
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ Instances share one compiled graph, so scales are inputs of the graph, as in del
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -15,17 +14,16 @@ from torch import Tensor, fx, nn
 
 from fp8pass import scaling
 from fp8pass._torch import dynamo_config
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.errors import warn_once
 from fp8pass.fields import called_with
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.inputs import Call
 from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated
-from fp8pass.recipes import Calibration, StaticScaling
+from fp8pass.recipes import Calibration
 from fp8pass.states.checkpoint import names_in
-from fp8pass.states.slots import InstanceState, SlotTable, new_state, registry
-
-_calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+from fp8pass.states.slots import InstanceState, SlotTable, new_state
+from fp8pass.states.static_scales import calibrated
 
 
 def calibrate(
@@ -82,7 +80,7 @@ def calibrate(
     if not scales:
         why = ": all held NaN or inf" if observer.nonfinite else "; pass the model's inputs in batches"
         raise ValueError(f"no matmul with parameters was seen in {count} batches{why}")
-    _calibrated.add(model)
+    calibrated.add(model)
     return scales
 
 
@@ -173,31 +171,3 @@ def _warn_of(what: str, slots: Set[str], so: str) -> None:
     if slots:
         shown = ", ".join(sorted(slots)[:5]) + (f" and {len(slots) - 5} more" if len(slots) > 5 else "")
         warn_once(f"fp8pass: calibrate saw {what} {shown}: {so}. Calibrate on data as the model will be called with")
-
-
-def _fill(state: InstanceState) -> None:
-    """Set the scales of a new state of a static recipe. Raises Fp8Error if some of its tensors have no scale."""
-    recipe = state.table.recipe
-    if not isinstance(recipe, StaticScaling):
-        return
-    names = _names(state, recipe)
-    scales = {name: recipe.scale_of(name) for name in names}
-    absent = [name for name, scale in scales.items() if scale is None]
-    if absent:
-        raise Fp8Error(
-            f"no scales were calibrated for {', '.join(absent)}. Calibrate the model that is compiled, with inputs "
-            "that reach them; where its parts are compiled one by one, in this process, so that their names are known."
-        )
-    state.tensors.scale.copy_(torch.tensor([scales[name] for name in names]))
-
-
-def _names(state: InstanceState, recipe: StaticScaling) -> list[str]:
-    """Return the names of the state's slots in the model that was calibrated."""
-    for module in _calibrated:
-        names = names_in(module, state)
-        if len(names) == len(state.table.names) and all(map(recipe.scale_of, names.values())):
-            return [names[inner] for inner in state.table.names]
-    return list(state.table.names)
-
-
-registry.on_new.append(_fill)

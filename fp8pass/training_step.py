@@ -46,7 +46,8 @@ from fp8pass.runtime.rounding import count_updates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_bounds import predict
 from fp8pass.runtime.weight_cache import end_step, weights_of
-from fp8pass.states.checkpoint import State, goes_along, state
+from fp8pass.states.checkpoint import State
+from fp8pass.states.model_state import goes_along, state
 from fp8pass.states.steps import accumulate
 
 MAX_DEPTH, MAX_ITEMS = 3, 64

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.states.checkpoint import State
-from fp8pass.states.checkpoint import state as state_of
+from fp8pass.states.model_state import state as state_of
 from fp8pass.states.slots import InstanceState, registry
 from fp8pass.training_step import TrainStep, reached
 

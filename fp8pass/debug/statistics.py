@@ -14,8 +14,8 @@ from fp8pass.fields import nearest
 from fp8pass.quant.monitor_ops import MonitorBuffer, Numerics
 from fp8pass.recipes import matches
 from fp8pass.report.text_table import aligned, ruled
-from fp8pass.states.checkpoint import state as state_of
 from fp8pass.states.checkpoint import usual_name
+from fp8pass.states.model_state import state as state_of
 from fp8pass.states.slots import InstanceState, registry
 
 PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr", "kurtosis")

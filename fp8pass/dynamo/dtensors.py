@@ -10,6 +10,7 @@ functions are still compiled, as part of the functions that call them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ _steps = 0
 def dtensors_op_by_op() -> Iterator[None]:
     """Run functions of DTensors that are called outside of graphs op by op within this context."""
     global _steps
+    _leave_dtensors()
     _steps += 1
     try:
         yield
@@ -38,8 +40,11 @@ def dtensors_op_by_op() -> Iterator[None]:
         _steps -= 1
 
 
+@functools.cache
+def _leave_dtensors() -> None:
+    """Let Dynamo ask `_is_left` of each function, from now on."""
+    leave_op_by_op(_is_left)
+
+
 def _is_left(code: CodeType) -> bool:
     return _steps > 0 and code.co_filename.startswith(_OF_DTENSORS)
-
-
-leave_op_by_op(_is_left)

@@ -2,13 +2,14 @@
 
 Dynamo skips it even if it has compiled other calls of the function before. After one exception that the user catches,
 or one call of a layer that returns its input unchanged, the whole function would run op by op, in high precision, and
-nothing would update its FP8 state. With this module, a function with graphs of fp8pass is skipped only for the call
-that cannot be compiled. After `MAX_FAILED_CALLS` such calls Dynamo compiles no more calls, and continues to use what it
-compiled.
+nothing would update its FP8 state. After `watch_compilations`, a function with graphs of fp8pass is skipped only for
+the call that cannot be compiled. After `MAX_FAILED_CALLS` such calls Dynamo compiles no more calls, and continues to
+use what it compiled.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -29,6 +30,12 @@ _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 of `step` with those that Dynamo can trace."""
 _has_graphs = False
 """True if the current compilation of Dynamo has graphs of fp8pass."""
+
+
+@functools.cache
+def watch_compilations() -> None:
+    """Keep Dynamo from skipping functions with graphs of fp8pass for good, from now on."""
+    around_compilations(_begin, _end)
 
 
 def take_note_of_graph() -> None:
@@ -76,6 +83,3 @@ def _why(code: CodeType) -> str:
     # The latest record may be of another function: Dynamo makes none for a frame that it does not try to trace.
     said = latest[0].fail_reason if latest and latest[0].co_name == code.co_name else ""
     return (said or "").strip().partition("\n")[0].rstrip(".")
-
-
-around_compilations(_begin, _end)

@@ -21,7 +21,7 @@ from fp8pass.export.whole import Ranks
 from fp8pass.fields import several
 from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.module_tensors import unwrapped
-from fp8pass.states.checkpoint import state
+from fp8pass.states.model_state import state
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from fp8pass.recipes import (
     matches,
 )
 from fp8pass.runtime.weight_uses import use_of
-from fp8pass.states.checkpoint import state
+from fp8pass.states.model_state import state
 
 BLOCK = 128
 """Rows and columns of the blocks of a weight under `BlockwiseScaling`."""

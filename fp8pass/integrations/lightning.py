@@ -12,7 +12,7 @@ from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.integrations.checks import check_autocast, importing
 from fp8pass.integrations.figures import Figures
 from fp8pass.integrations.step import OpenStep
-from fp8pass.states.checkpoint import state as state_of
+from fp8pass.states.model_state import state as state_of
 
 with importing("lightning", "2.6"):
     from lightning.fabric import Fabric

@@ -20,7 +20,7 @@ from fp8pass.options.config import Config, make_config
 from fp8pass.options.unmatched import names_of
 from fp8pass.recipes import DelayedScaling, Schedule
 from fp8pass.states.checkpoint import RECIPE, STEPS, has_layers_of
-from fp8pass.states.checkpoint import state as state_of
+from fp8pass.states.model_state import state as state_of
 from fp8pass.states.steps import accumulate
 
 try:

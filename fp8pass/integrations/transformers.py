@@ -15,7 +15,7 @@ from fp8pass.integrations.accelerate import check
 from fp8pass.integrations.checks import importing
 from fp8pass.integrations.figures import Figures
 from fp8pass.integrations.step import OpenStep
-from fp8pass.states.checkpoint import state as state_of
+from fp8pass.states.model_state import state as state_of
 
 with importing("transformers", "5.24"):
     from accelerate.state import AcceleratorState

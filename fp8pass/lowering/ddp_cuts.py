@@ -7,6 +7,7 @@ have no equal layers. `lower_bodies` runs one backward for each layer anyway: cu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +29,12 @@ def configured(make: Callable[..., Config]) -> Callable[[_Backend], _Backend]:
         return backend
 
     return note
+
+
+@functools.cache
+def cut_at_layers() -> None:
+    """Let `cuts_at_layers` decide, from now on, whether DDPOptimizer cuts a graph."""
+    instead_of_ddp_optimizer(cuts_at_layers)
 
 
 def cuts_at_layers(backend: Callable[..., Any], options: dict[str, Any], module: fx.GraphModule, bucket: int) -> bool:
@@ -56,6 +63,3 @@ def _bytes(node: fx.Node) -> int:
     if not isinstance(value, torch.nn.Parameter) or not value.requires_grad:
         return 0
     return value.numel() * value.element_size()
-
-
-instead_of_ddp_optimizer(cuts_at_layers)

@@ -1,10 +1,11 @@
-"""`fp8pass.state(model)`: the delayed-scaling state of a module, saved and loaded by slot name.
+"""The delayed-scaling state of a module, saved and loaded by slot name: what `fp8pass.state(model)` returns.
 
 Collects the slots that belong to a module's tensors from all compiled graphs, under their names in that module.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -16,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import scaling
-from fp8pass._torch import running_modules, unset_fake_temporarily
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.errors import Fp8Error
 from fp8pass.fields import nearest
 from fp8pass.gpu.here import in_use
 from fp8pass.gpu.here import load as load_target
 from fp8pass.gpu.machine_file import from_json, to_json
 from fp8pass.gpu.target import Target
-from fp8pass.module_tensors import ids_of, named_tensors, unwrapped
+from fp8pass.module_tensors import ids_of, named_tensors
 from fp8pass.names import MATMULS, parts_of, without_wrappers
 from fp8pass.options.unmatched import names_of
 from fp8pass.states.amax_reduction import finish
@@ -547,9 +547,22 @@ def _together(entries: Sequence[Entry]) -> Entry:
 # a State refers weakly to its module: a strong reference from the value would keep the key alive
 _of_modules: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
-
 _unjudged: weakref.WeakSet[State] = weakref.WeakSet()
 """The `State`s that were loaded and have not ended a step since."""
+
+
+def state_of(module: nn.Module) -> State:
+    """Return the module's state, the same object each time."""
+    with registry.lock:
+        _listen()
+        return _of_modules.setdefault(module, State(module))
+
+
+@functools.cache
+def _listen() -> None:
+    """Let the registry tell of new instance states, and of steps, from now on."""
+    registry.on_new.insert(0, _restore)  # first: a state gets what was loaded before others read it
+    registry.on_step.append(_judge)
 
 
 def _judge(state: InstanceState) -> None:
@@ -557,95 +570,6 @@ def _judge(state: InstanceState) -> None:
         of_module.judge(state)
 
 
-registry.on_step.append(_judge)
-
-
 def _restore(state: InstanceState) -> None:
     for of_module in list(_of_modules.values()):
         of_module.restore(state)
-
-
-registry.on_new.append(_restore)
-
-
-def state(module: Any) -> State:
-    """Return the delayed-scaling state of a module, or of the model that a `train_step` trains.
-
-    The state exists, and can be loaded, before the first call. For a step that takes its model as an argument, it
-    exists from the first call on.
-
-    Args:
-        module: A module, compiled or not, or a function decorated with `train_step`.
-
-    Returns:
-        The module's state, the same object each time.
-
-    Raises:
-        TypeError: If `module` is not a module, or a step that trains no model or several.
-    """
-    # a train_step has a method `state`; a module may have anything else of that name
-    if callable(of_step := getattr(module, "state", None)) and not isinstance(module, nn.Module):
-        return of_step()  # type: ignore[no-any-return]
-    module = unwrapped(module)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"state() takes a module or a compiled module, not {type(module).__name__}")
-    goes_along(module)
-    return _state_of(module)
-
-
-def _state_of(module: nn.Module) -> State:
-    with registry.lock:
-        return _of_modules.setdefault(module, State(module))
-
-
-COMPANION = "_fp8pass_state"
-"""Name of a module's attribute whose value copies the state when the module is deep-copied, and warns at pickling."""
-
-
-class _Companion:
-    """An entry in a module's `__dict__`, which `copy.deepcopy` and pickle call when they reach it.
-
-    By then `copy.deepcopy` has entered the copy of the module, which has no attributes yet, in its memo.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Companion | None:
-        """Give the copy of the module a copy of its state."""
-        module = self._module()
-        copy = memo.get(id(module))
-        if module is None or copy is None:
-            return None
-        with unset_fake_temporarily():  # a module may be copied under a fake mode; its state is real tensors
-            saved = _state_of(module).state_dict()
-        if saved:
-            _state_of(copy).begin_with(saved)
-        return _Companion(copy)
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        """Pickle as None, which loads without fp8pass; warn that the FP8 state is not pickled with the module."""
-        module = self._module()
-        if module is not None and _state_of(module).slots:
-            warn_once(
-                f"fp8pass: a {type(module).__name__} is pickled without its FP8 state: save "
-                "fp8pass.state(model).state_dict(), too, and load it with fp8pass.state(model).load_state_dict(...)"
-            )
-        return type(None), ()
-
-
-def _model_goes_along(state: InstanceState) -> None:
-    """Call `goes_along` for the outermost running module that owns tensors of the new instance state."""
-    mine = {id(tensor) for tensor in state.owned_tensors()}
-    model = next((m for m in reversed(running_modules()) if not mine.isdisjoint(ids_of(m))), None)
-    if model is not None and state.table.remembers:
-        goes_along(unwrapped(model))
-
-
-registry.on_new.append(_model_goes_along)
-
-
-def goes_along(module: nn.Module) -> None:
-    """Make deep copies of a module copy its state, and pickling it warn that the state is not included."""
-    if vars(module).get(COMPANION) is None:  # as in a module that was unpickled
-        vars(module)[COMPANION] = _Companion(module)

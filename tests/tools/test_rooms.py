@@ -44,7 +44,7 @@ LAZY = {
     ("fp8pass.report.report", "fp8pass.report.html"): "`Report.to_html` is public, and the page is made of reports",
     ("fp8pass.report.report", "fp8pass.report.table"): "so is `Report.show`",
 }
-"""Imports within functions, each with its reason. Only these may close a circle."""
+"""Imports within functions that close a circle, each with its reason. Any others count like imports at the top."""
 
 
 def test_a_room_imports_from_floors_below_it() -> None:
@@ -56,10 +56,10 @@ def test_a_room_imports_from_floors_below_it() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     found = rooms.imports()
-    assert {(i.importer, i.imported) for i in found if i.lazy} == set(LAZY)
+    assert set(LAZY) <= {(i.importer, i.imported) for i in found if i.lazy}
     arrows: dict[str, list[str]] = {}
-    for importer, imported, lazy in found:
-        if not lazy:
+    for importer, imported, _ in found:
+        if (importer, imported) not in LAZY:
             arrows.setdefault(importer, []).append(imported)
     assert rooms.circles(arrows) == []
 
