@@ -1,0 +1,35 @@
+"""`torch.ops.fp8pass`, whose custom ops are registered when somebody first asks for one.
+
+A program that `torch.export` saved names the ops, and loads after `import fp8pass` alone.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_MODULES = ("ops", "kernel_ops", "grouped", "monitor_ops")
+"""The files of this folder that define custom ops."""
+
+
+class _Ops(type(torch.ops.aten)):  # type: ignore[misc]
+    """A namespace of ops that imports the files with their definitions before it says that there is no such op."""
+
+    __module__ = type(torch.ops.aten).__module__  # torch names ops by it, in what it pickles
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):  # Python and debuggers ask any module for such names
+                raise
+        for module in _MODULES:
+            import_module(f"fp8pass.quant.{module}")
+        return super().__getattr__(name)
+
+
+def install() -> None:
+    """Make `torch.ops.fp8pass` this namespace."""
+    vars(torch.ops)["fp8pass"] = _Ops("fp8pass")
