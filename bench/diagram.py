@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, traced_passes, update_passes
 
 WIDTH, MARGIN, LINE, GAP = 860, 20, 26, 30
 LABELS = 250  # width of the left column, which names the graph
@@ -56,14 +56,14 @@ def stages() -> list[Stage]:
             "Dynamo's graph",
             ("of a forward: annotated (blue);", "of an update: rewritten (yellow)"),
             tuple(p.name for p in DYNAMO),
-            tuple(p.name for p in UPDATE),
+            tuple(p.name for p in update_passes()),
         ),
         Stage("AOTAutograd", ("traces autograd, and decomposes functions into ATen ops",)),
         Stage(
             "joint graph",
             ("forward and backward together:", "passes change numbers;", "of another tracer: the yellow one first"),
             tuple(p.name for p in JOINT),
-            tuple(p.name for p in TRACED),
+            tuple(p.name for p in traced_passes()),
         ),
         Stage("partitioner", ("cuts the graph in two, and saves FP8 where matmuls of the backward read FP8",)),
         Stage(

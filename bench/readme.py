@@ -20,7 +20,7 @@ import rooms_drawing
 from diagram import svg
 from measured import TABLES, printed
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, traced_passes, update_passes
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,8 +56,8 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Return a table of all passes in order, each with its graph and the first line of its docstring."""
-    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE}
-    stages |= {"graph of another tracer": TRACED, "joint graph": JOINT}
+    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": update_passes()}
+    stages |= {"graph of another tracer": traced_passes(), "joint graph": JOINT}
     stages |= {"forward, backward, update": KERNELS}
     graphs = {p.name: graph for graph, passes in stages.items() for p in passes}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]

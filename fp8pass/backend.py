@@ -15,10 +15,8 @@ from fp8pass.dynamo.first_step import FirstStep, judged, tell
 from fp8pass.dynamo.retry import take_note_of_graph, watch_compilations
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import left_out
-from fp8pass.frozen.replace import freeze_parameters
 from fp8pass.lowering.ddp_cuts import configured, cut_at_layers
 from fp8pass.lowering.graph_compiler import GraphCompiler
-from fp8pass.lowering.update_compiler import update_graph
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
@@ -103,6 +101,8 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     with left_out("write_weights", config, name):
         refs = written(module)
     if refs:
+        from fp8pass.lowering.update_compiler import update_graph
+
         return update_graph(module, config, refs)
     _freeze(module, example_inputs, config)
     is_reference = trial is not None and trial.way == "reference"
@@ -113,7 +113,11 @@ def _freeze(module: fx.GraphModule, example_inputs: Sequence[Any], config: Confi
     """Replace weights by FP8 ones as the option `frozen` says; then let Dynamo trace the code with these."""
     found = {example_inputs[i]: scales for i, scales in freezable(module, config).items()}
     found = {weight: scales for weight, scales in found.items() if type(weight) is nn.Parameter}
-    if found and (frozen := freeze_parameters(found)):
+    if not found:
+        return
+    from fp8pass.frozen.replace import freeze_parameters
+
+    if frozen := freeze_parameters(found):
         log.info("frozen='fp8': %d weights are in FP8 alone now, of %s", len(frozen), ", ".join(frozen))
         trace_again("fp8pass has replaced frozen weights by FP8 ones")
 

@@ -34,7 +34,7 @@ from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, Reduction
-from fp8pass.report.graph_view import drawn
+from fp8pass.report.drawing import drawn
 from fp8pass.report.report import Report, publish, tentative
 from fp8pass.states.amax_reduction import NotCome, tell_all
 

@@ -514,6 +514,8 @@ class GatheredWeight(Fp8Weight):
     scale_inv: f32[], or f32[N / 128, K / 128] of blocks.
     """
 
+    is_frozen = False
+
     @property
     def scales(self) -> str:
         """The part that has one scale: "tensor" or "block"."""

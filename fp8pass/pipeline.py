@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -17,7 +17,6 @@ from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransfor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt, left_out
-from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
 from fp8pass.graph.builder import multiplies
@@ -39,7 +38,6 @@ from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.annotate import Annotate
 from fp8pass.passes.annotate.convolutions_as_matmuls import ConvolutionsAsMatmuls
-from fp8pass.passes.annotate.frozen_parameters import frozen_parameters
 from fp8pass.passes.annotate.inline_composites import InlineComposites
 from fp8pass.passes.annotate.inline_regions import InlineRegions
 from fp8pass.passes.annotate.insert_monitors import InsertMonitors
@@ -76,29 +74,18 @@ from fp8pass.passes.share.save_scales import SaveScales
 from fp8pass.passes.share.save_sums import SaveSums
 from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.passes.share.use_transposes import UseTransposes
-from fp8pass.passes.traced.quantize_traced import STATE as STATE
-from fp8pass.passes.traced.quantize_traced import QuantizeTraced, TracedContext
 from fp8pass.passes.update.context import UpdateContext
-from fp8pass.passes.update.expand_foreach import ExpandForeach
-from fp8pass.passes.update.find_moments import moments_of as moments_of
-from fp8pass.passes.update.lift_bfloat16 import LiftBfloat16
-from fp8pass.passes.update.read_moments import ReadMoments
-from fp8pass.passes.update.round_bfloat16 import RoundBfloat16
-from fp8pass.passes.update.skip_nonfinite import SkipNonfinite
-from fp8pass.passes.update.skip_nonfinite import gradients as gradients
-from fp8pass.passes.update.take_states import TakeStates
-from fp8pass.passes.update.write_moments import WriteMoments
-from fp8pass.passes.update.write_weights import WriteWeights
-from fp8pass.passes.update.written import in_bfloat16 as in_bfloat16
-from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
-from fp8pass.passes.update.written import written_only_by_optimizers as written_only_by_optimizers
 from fp8pass.recipes import Recipe, Schedule
-from fp8pass.report.graph_view import drawn, part_of
+from fp8pass.report.drawing import drawn, part_of
 from fp8pass.report.report import Report, Timing, are_judged, publish
 from fp8pass.runtime.update_inputs import UpdateCall
 from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
+
+if TYPE_CHECKING:
+    from fp8pass.frozen.weight import Scales
+    from fp8pass.passes.traced.quantize_traced import TracedContext
 
 DYNAMO: tuple[Pass[DynamoContext], ...] = (
     InlineRegions(),  # first: the other passes, and torch's autograd, expect the graph in one piece
@@ -115,18 +102,6 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
     OutlineLayers(),  # last: then layers with different verdicts differ
 )
 """The passes over Dynamo's graph, before autograd. They select what runs in FP8, by the user's functions and names."""
-
-UPDATE: tuple[Pass[UpdateContext], ...] = (
-    ExpandForeach(),  # first: the other passes look for ops on single tensors
-    TakeStates(),  # before passes that read or write state
-    LiftBfloat16(),
-    ReadMoments(),
-    SkipNonfinite(),  # after these two: it restores tensors as they were read
-    WriteMoments(),  # after SkipNonfinite, which decides whether moments are written
-    RoundBfloat16(),  # likewise
-    WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
-)
-"""The passes over Dynamo's graph of an optimizer's update."""
 
 JOINT: tuple[Pass[Context], ...] = (
     Canonicalize(),  # first: the other passes know one spelling of quantize and dequantize
@@ -146,9 +121,6 @@ JOINT: tuple[Pass[Context], ...] = (
 )
 """The passes over forward and backward in one graph. They change numbers, and what is saved for the backward."""
 
-TRACED: tuple[Pass[TracedContext], ...] = (QuantizeTraced(),)
-"""The passes over a graph of ATen ops that somebody else has traced, before those of `JOINT`."""
-
 KERNELS: tuple[Pass[Context], ...] = (
     SplitForeach(),  # first: the tensors that it splits off are quantized by ops that FoldQuantizes folds
     FoldQuantizes(),  # before passes that look for a quantize as one node
@@ -163,6 +135,39 @@ KERNELS: tuple[Pass[Context], ...] = (
     EmulateMatmuls(),  # last: the other passes look for `_scaled_mm`
 )
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
+
+
+@functools.cache
+def update_passes() -> tuple[Pass[UpdateContext], ...]:
+    """Return the passes over Dynamo's graph of an optimizer's update, in order. Others are loaded with this file."""
+    from fp8pass.passes.update.expand_foreach import ExpandForeach
+    from fp8pass.passes.update.lift_bfloat16 import LiftBfloat16
+    from fp8pass.passes.update.read_moments import ReadMoments
+    from fp8pass.passes.update.round_bfloat16 import RoundBfloat16
+    from fp8pass.passes.update.skip_nonfinite import SkipNonfinite
+    from fp8pass.passes.update.take_states import TakeStates
+    from fp8pass.passes.update.write_moments import WriteMoments
+    from fp8pass.passes.update.write_weights import WriteWeights
+
+    return (
+        ExpandForeach(),  # first: the other passes look for ops on single tensors
+        TakeStates(),  # before passes that read or write state
+        LiftBfloat16(),
+        ReadMoments(),
+        SkipNonfinite(),  # after these two: it restores tensors as they were read
+        WriteMoments(),  # after SkipNonfinite, which decides whether moments are written
+        RoundBfloat16(),  # likewise
+        WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
+    )
+
+
+@functools.cache
+def traced_passes() -> tuple[Pass[TracedContext], ...]:
+    """Return the passes over a graph of ATen ops that somebody else has traced, before those of `JOINT`."""
+    from fp8pass.passes.traced.quantize_traced import QuantizeTraced
+
+    return (QuantizeTraced(),)
+
 
 _ABOUT_RECIPES = (
     "inline_composites", "write_matmuls", "convolutions_as_matmuls", "smooth_swiglu", "find_layers", "merge_siblings",
@@ -206,7 +211,11 @@ def split_for_all_phases(module: fx.GraphModule, config: Config) -> None:
 
 def freezable(module: fx.GraphModule, config: Config) -> dict[int, Scales]:
     """Return the positions of inputs of Dynamo's graph that `frozen="fp8"` keeps in FP8, with their scales."""
-    return frozen_parameters(module, config) if config.frozen == "fp8" and config.recipe is not None else {}
+    if config.frozen != "fp8" or config.recipe is None:
+        return {}
+    from fp8pass.passes.annotate.frozen_parameters import frozen_parameters
+
+    return frozen_parameters(module, config)
 
 
 def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:
@@ -242,7 +251,7 @@ def annotated_update(
     if attempt.form == "plain":
         return Annotation(module, [], [], is_update=True)
     module = copy_to_edit(module)
-    todo, context = [p for p in UPDATE if attempt.runs(p.name)], UpdateContext(config, key=key)
+    todo, context = [p for p in update_passes() if attempt.runs(p.name)], UpdateContext(config, key=key)
 
     def of_now() -> Sequence[Any]:
         return [*args, *(examples_of(context.inputs, call, args) if call is not None else ())]
@@ -255,8 +264,10 @@ def annotated_update(
 
 def quantized(module: fx.GraphModule, config: Config, names: Names, bootstrap: bool, dump: Dump) -> TracedContext:
     """Insert quantize-dequantize into a traced graph, in place; return choices and slots: see `TracedContext`."""
+    from fp8pass.passes.traced.quantize_traced import TracedContext
+
     context = TracedContext(config, names=names, bootstrap=bootstrap)
-    todo = TRACED if config.recipe is not None else ()
+    todo = traced_passes() if config.recipe is not None else ()
     _run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", _verifier)
     return context
 

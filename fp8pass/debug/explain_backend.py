@@ -26,7 +26,8 @@ from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import annotated, written
 from fp8pass.recipes import Schedule
-from fp8pass.report.graph_view import Drawing, drawn
+from fp8pass.report.drawing import drawn
+from fp8pass.report.graph_view import Drawing
 from fp8pass.report.report import Report, break_of, collect, publish, recompile_of
 
 

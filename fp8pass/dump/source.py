@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
 from fp8pass.dump.replay import Quantized, Random, RngState, Transposed
-from fp8pass.frozen.weight import FrozenWeight
-from fp8pass.fsdp import Fp8Shard, GatheredWeight
 from fp8pass.quant.ops import cached_operand, is_turned
+from fp8pass.quant.wrapper_tensor import WrapperTensor
 from fp8pass.recipes import Recipe
 from fp8pass.states.scale_state import recipe_of
 
@@ -264,8 +263,8 @@ def _about(x: Tensor, name: str) -> float:
 
 
 def _is_plain(x: Any) -> TypeGuard[Tensor]:
-    """Return whether `x` is a tensor of this process alone; a DTensor has shards on other ranks."""
-    return isinstance(x, Tensor) and not isinstance(x, (DTensor, Fp8Shard, FrozenWeight, GatheredWeight))
+    """Return whether `x` is a tensor of this process alone, with its values; a DTensor has shards on other ranks."""
+    return isinstance(x, Tensor) and not isinstance(x, (DTensor, WrapperTensor))
 
 
 def _is_real(x: Tensor) -> bool:

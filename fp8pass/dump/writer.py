@@ -26,18 +26,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from fp8pass import versions
 from fp8pass._torch import CompileContext, trace_structured
-from fp8pass.dump.source import Origins, runnable
 from fp8pass.errors import Fp8Error, first_line
 from fp8pass.graph.builder import readable
 from fp8pass.options.config import Config
 from fp8pass.report.report import frame_of
+
+if TYPE_CHECKING:
+    from fp8pass.dump.source import Origins
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +74,13 @@ class Dump:
         self._files = itertools.count()
         self._rows: list[str] = []
         self._failed: list[Path] = []
-        self._origins = Origins()
         self._body = ""
+
+    @functools.cached_property
+    def _origins(self) -> Origins:
+        from fp8pass.dump.source import Origins  # here: only a dump with a folder writes graphs as Python
+
+        return Origins()
 
     @property
     def title(self) -> str:
@@ -103,7 +110,8 @@ class Dump:
     def of_body(self, name: str, module: fx.GraphModule, examples: Sequence[Any]) -> Dump:
         """Return the dump, in the same folder, of a function that the graph calls. examples: values of its inputs."""
         body = copy.copy(self)
-        body._body, body._origins = name, Origins()
+        body._body = name
+        vars(body).pop("_origins", None)  # its inputs are others
         if self.folder is not None:
             body._origins.learn(module, examples)
         return body
@@ -138,6 +146,8 @@ class Dump:
     def _text(self, part: str, step: Step) -> str:
         if self.folder is None:
             return ""
+        from fp8pass.dump.source import runnable
+
         examples = step.examples()
         if part == "dynamo":
             self._origins.learn(step.module, examples)

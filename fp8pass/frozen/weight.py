@@ -27,6 +27,8 @@ class FrozenWeight(Fp8Weight):
     `merge` of an adapter does, quantize the result again, and warn once.
     """
 
+    is_frozen = True
+
     @staticmethod
     @torch.no_grad()
     def of(weight: Tensor, scales: Scales) -> FrozenWeight:

@@ -18,7 +18,7 @@ from fp8pass.lowering.through_inductor import lower_through_inductor
 from fp8pass.lowering.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.options.config import Config
 from fp8pass.pipeline import Pipeline, warn_if_nothing
-from fp8pass.report.graph_view import drawn
+from fp8pass.report.drawing import drawn
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.states.steps import Pass, checkpointed_region
 

@@ -15,7 +15,7 @@ from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.eager import op_by_op
 from fp8pass.options import overrides
 from fp8pass.pipeline import KernelPasses, Pipeline, append_pass, known_to_caches
-from fp8pass.report.graph_view import generating
+from fp8pass.report.drawing import drawn
 
 
 def lower_through_inductor(
@@ -44,9 +44,14 @@ def lower_through_inductor(
         dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
         return compiled
 
+    inner: Callable[..., Any] = compile_inner
+    if drawn() is not None:
+        from fp8pass.report.graph_view import generating
+
+        inner = generating(compile_inner)
     patches, caches = _settings(module, pipeline, kernel_passes)
     with functorch_config.patch(caches):
-        compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
+        compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=patches)
     assert callable(compiled)  # `compile_fx` returns text only if it compiles ahead of time
     return compiled
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,12 @@ class WrapperTensor(Tensor):
 
 
 class Fp8Weight(WrapperTensor):
-    """Base of weights f[N, K] that ops read as their dequantized values, from FP8 and a scale_inv."""
+    """Base of weights f[N, K] that ops read as their dequantized values, from FP8 and a scale_inv.
 
+    is_frozen: True if the weight is kept in FP8 once and for all; False if FSDP has gathered it in FP8.
+    """
+
+    is_frozen: ClassVar[bool]
     _x_q: Tensor
     _scale_inv: Tensor
 
@@ -50,6 +55,11 @@ class Fp8Weight(WrapperTensor):
 
     def __init__(self, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
         self._x_q, self._scale_inv = x_q, scale_inv
+
+    @property
+    @abstractmethod
+    def scales(self) -> str:
+        """The part that has one scale: "tensor", "row" or "block"."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._x_q!r}, {self._scale_inv!r}, {self.dtype})"

@@ -10,7 +10,6 @@ import re
 import textwrap
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
@@ -20,6 +19,7 @@ from fp8pass.graph.builder import multiplies, op_name
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import module_path, short, source_of
 from fp8pass.node_meta import GEMM, MADE_BY
+from fp8pass.report.drawing import current, drawn, part_of
 from fp8pass.report.report import KernelCode, Op, OpKind, Part, Picture
 from fp8pass.scaling import FP8_DTYPES
 
@@ -188,9 +188,6 @@ def _padded(batches: Any, *sizes: Any) -> tuple[str, ...]:
     return str(batches), *(str(-(-size // 16) * 16) if isinstance(size, int) else str(size) for size in sizes)
 
 
-_drawing: ContextVar[Drawing | None] = ContextVar("fp8pass_drawing", default=None)
-
-
 @contextmanager
 def draw(kernels: bool = False) -> Iterator[Drawing]:
     """Draw every graph that is compiled in this context; backwards are compiled at once, not at their first call.
@@ -198,23 +195,12 @@ def draw(kernels: bool = False) -> Iterator[Drawing]:
     kernels: True to let Inductor generate the code of each graph without compiling it; the graphs run op by op.
     """
     drawing = Drawing(kernels)
-    token = _drawing.set(drawing)
+    token = current.set(drawing)
     try:
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield drawing
     finally:
-        _drawing.reset(token)
-
-
-def drawn() -> Drawing | None:
-    """Return the `Drawing` that collects pictures, or None outside of `draw`."""
-    return _drawing.get()
-
-
-def part_of(graph: fx.Graph) -> Part:
-    """Return whether a graph, partitioned from a joint graph, is the forward or the backward."""
-    # AOTAutograd names the gradients of a graph's outputs tangents_1, tangents_2, ...
-    return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
+        current.reset(token)
 
 
 # --- generated code

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fp8pass._torch import pytree
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import nearest
-from fp8pass.pipeline import STATE
+from fp8pass.passes.traced.quantize_traced import STATE
 from fp8pass.recipes import StaticScaling
 from fp8pass.states.checkpoint import (
     RECIPE,

@@ -13,8 +13,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import hardware
-from fp8pass.frozen.weight import FrozenWeight
-from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.prediction import Prediction, in_words, predict
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.sizes import expression, is_at_least
@@ -25,6 +23,7 @@ from fp8pass.passes.common.matmul_calls import Dims, MatmulSignature, argument, 
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.quant import sharded
+from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -40,10 +39,6 @@ from fp8pass.recipes import (
 def has_one_scale(recipe: Recipe) -> bool:
     """Return whether the recipe quantizes a merged tensor with one scale."""
     return isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration)
-
-
-IN_FP8 = (GatheredWeight, FrozenWeight)
-"""Types of weights that are quantized before the graph runs: by FSDP before its all-gather, or once and for all."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +102,9 @@ def check(
         recipe = _by_rows(recipe)
         if no_kernel is not None:
             raise no_kernel
-    if isinstance(b, FrozenWeight):
+    if isinstance(b, Fp8Weight) and b.is_frozen:
         recipe = _for_frozen(recipe, b)
-    if isinstance(weight := sharded.part_of(b), GatheredWeight):
+    if isinstance(weight := sharded.part_of(b), Fp8Weight) and not weight.is_frozen:
         _check_gathered(recipe, weight)
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
@@ -150,7 +145,7 @@ def _by_rows(recipe: Recipe) -> Recipe:
     raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
 
 
-def _check_gathered(recipe: Recipe, weight: GatheredWeight) -> None:
+def _check_gathered(recipe: Recipe, weight: Fp8Weight) -> None:
     """Raise Reject if the recipe has other scales than those with which FSDP gathered a weight."""
     if weight.scales == "tensor" and has_one_scale(recipe):
         return
@@ -174,7 +169,7 @@ def _kept(recipe: Recipe) -> dict[str, Any]:
     return {"high_precision": recipe.high_precision, "fast_accum": recipe.fast_accum}
 
 
-def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
+def _for_frozen(recipe: Recipe, weight: Fp8Weight) -> Recipe:
     """Return the recipe of a matmul whose weight is kept in FP8: one that has the weight's scales."""
     kept = _kept(recipe)
     if weight.scales == "block":

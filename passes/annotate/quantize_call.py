@@ -19,12 +19,13 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.node_meta import GATHERED, PIECE
 from fp8pass.options import overrides
-from fp8pass.passes.annotate.check import IN_FP8, Call
+from fp8pass.passes.annotate.check import Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers, with_weight_of_now
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import Slot, Weight
 from fp8pass.quant import ops, sharded
 from fp8pass.quant.monitor_ops import WATCHED, Watched
+from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import FACTORS, KINDS, Kind, Role
 
 
@@ -165,7 +166,7 @@ class QuantizeCall:
 
         is_read: False if no matmul reads it, because nobody asks for the matmul's result.
         """
-        if isinstance(sharded.part_of(x.meta["example_value"]), IN_FP8):
+        if isinstance(sharded.part_of(x.meta["example_value"]), Fp8Weight):
             return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
         if isinstance(quantizer, ops.Observe):  # calibration records it under the name of each slot
             return self._quantized(how, (x, quantizer), x, role)
@@ -275,7 +276,7 @@ class QuantizeCall:
 
 def _is_cacheable(x: Tensor) -> bool:
     """Return whether `x` is a parameter in high precision; if it is divided among ranks, its parts are copied."""
-    return isinstance(x, torch.nn.Parameter) and not isinstance(sharded.part_of(x), IN_FP8)
+    return isinstance(x, torch.nn.Parameter) and not isinstance(sharded.part_of(x), Fp8Weight)
 
 
 def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:

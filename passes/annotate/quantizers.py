@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops
+from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
     FACTORS,
     BlockwiseScaling,
@@ -51,7 +51,7 @@ def quantizers(
         return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
     if kind != "output" and not _may_quantize_gradients(recipe, name):
         return LeftOut("not calibrated", f"there is no static scale for {name}.grad_output")
-    if kind == "grad_input" and isinstance(weight := tensors["weight"], FrozenWeight) and weight.scales == "row":
+    if kind == "grad_input" and isinstance(weight := tensors["weight"], Fp8Weight) and weight.scales == "row":
         return LeftOut("frozen rows", "its frozen weight has a scale for each row, and grad_input sums over the rows")
     if dims.has_groups and kind == "grad_weight":
         assert isinstance(recipe, RowwiseScaling), recipe

@@ -46,8 +46,6 @@ from fp8pass.passes.common.patterns import (
 from fp8pass.scaling import FP8_DTYPES
 
 c10d = torch.ops._c10d_functional
-COLLECTIVES = {c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default}
-"""Collectives that move elements between ranks and change none."""
 WAIT = c10d.wait_tensor.default
 
 OF_ALL = {*RESHAPES, *COPIES, aten.permute.default}

@@ -65,6 +65,9 @@ VIEWS = {
 GATHERS = {aten.repeat.default, aten.index.Tensor, aten._unsafe_index.Tensor, aten.embedding.default, prims.rev.default}
 JOINS = {aten.cat.default, aten.where.self}
 MOVEMENT = {*VIEWS, *COPIES, *GATHERS, *JOINS, aten.constant_pad_nd.default}
+_c10d = torch.ops._c10d_functional
+COLLECTIVES = {_c10d.all_gather_into_tensor.default, _c10d.all_to_all_single.default, _c10d.broadcast.default}
+"""Collectives that move elements between ranks and change none."""
 
 
 def as_node(x: Any) -> fx.Node:

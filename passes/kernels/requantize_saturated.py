@@ -29,9 +29,9 @@ from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
 from fp8pass.fused import requantize
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import Context
+from fp8pass.passes.common.gpu import gpu_of
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, sources
 from fp8pass.passes.common.tiles import saturation_flag
-from fp8pass.passes.kernels.fuse_matmuls import gpu_of
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 PROGRAMS = 4

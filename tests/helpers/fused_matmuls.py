@@ -23,9 +23,10 @@ from fp8pass.fused.plan import Plan, Tile
 from fp8pass.fused.source import kernel_of
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda, resources, run_tool
-from fp8pass.passes.kernels import fuse_matmuls
+from fp8pass.passes.common.gpu import Gpu
+from fp8pass.passes.kernels import fused_matmul
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import Gpu, Match, match, plan_of, tiled, with_code
+from fp8pass.passes.kernels.fused_matmul import Match, match, plan_of, tiled, with_code
 from fp8pass.scaling import amax, quantize
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture
@@ -271,7 +272,7 @@ def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: 
         for scale in (x for x in given if x.dtype == F32):
             scale[scale > 0.9 if scale.dim() else ...] = 0.0
     # the interpreter's functions can't be compiled
-    nothing = mock.patch.object(fuse_matmuls, "shared_memory", return_value=0)
+    nothing = mock.patch.object(fused_matmul, "shared_memory", return_value=0)
     with gpu.there(), nothing, config.patch(emulate_precision_casts=True):
         found, graph = found_in(name, given)
         sizes = L40S if "pointers" in how else H100

@@ -24,7 +24,7 @@ from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.common import tiles
 from fp8pass.passes.common.kernel_outputs import Made
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.quantize_kernels import Match, amaxes_before, match, plan_of, why_not
+from fp8pass.passes.kernels.quantize_groups import Match, amaxes_before, match, plan_of, why_not
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import Blockwise
 from fp8pass.recipes import BlockwiseScaling

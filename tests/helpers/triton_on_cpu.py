@@ -39,7 +39,7 @@ from fp8pass.hardware import TARGETS
 from fp8pass.inductor import choices
 from fp8pass.inductor.candidates import fitting
 from fp8pass.inspect.fake_cuda import FakeCuda
-from fp8pass.passes.kernels import fuse_matmuls
+from fp8pass.passes.kernels import fused_matmul
 from fp8pass.quant.kernel_ops import WRITE
 from fp8pass.states.slots import registry
 from tests.helpers.asked import answer_all
@@ -167,7 +167,7 @@ def generating() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = False
-        stack.enter_context(mock.patch.object(fuse_matmuls, "shared_memory", return_value=0))
+        stack.enter_context(mock.patch.object(fused_matmul, "shared_memory", return_value=0))
         for name in finds.keys() & vars(triton_kernel_wrap).keys():
             stack.enter_context(mock.patch.object(triton_kernel_wrap, name, finds[name]))
         yield

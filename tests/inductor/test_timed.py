@@ -15,7 +15,7 @@ from fp8pass import scaling
 from fp8pass.inductor import timed
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import _alone, match
+from fp8pass.passes.kernels.fused_matmul import _alone, match
 from fp8pass.pipeline import KernelPasses
 from tests.helpers.harness import BF16, E4M3, apply, scale
 

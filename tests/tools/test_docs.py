@@ -54,6 +54,7 @@ def test_the_page_of_passes_has_every_list() -> None:
     """The page has their folders, contexts and example passes, too."""
     tuples = {name: value for name, value in vars(pipeline).items() if isinstance(value, tuple)}
     lists = {name: passes for name, passes in tuples.items() if all(hasattr(p, "run") for p in passes)}
+    lists |= {f.__name__: f() for f in (pipeline.update_passes, pipeline.traced_passes)}  # loaded where they run
     text = page("add-a-pass.md")
     rows = [re.findall(r"`([^`]+)`|\[(\w+)\]", row) for row in text.splitlines() if "| `passes/" in row]
     assert len(rows) == len(lists) == 5

@@ -171,3 +171,46 @@ with contextlib.redirect_stdout(io.StringIO()) as printed:
 found = printed.getvalue()
 """
     assert "float32[16, 32]" in after(ran)
+
+
+OFF = [
+    "calibration",
+    "ddp",
+    "debug",
+    "demo",
+    "dump.source",
+    "dump.replay",
+    "export",
+    "frozen",
+    "fsdp",
+    "inspect",
+    "integrations",
+    "lowering.updates",
+    "report.graph_view",
+    "report.html",
+    "report.table",
+    "rewriting",
+    "runtime.update_graph",
+    "runtime.early_updates",
+    "training_step",
+    "states.checkpoint",
+    "fused.source",
+    "fused.tiles_source",
+    "passes.collectives.rewriter",
+    "passes.traced",
+    "passes.update.find_moments",
+    "passes.kernels.fused_matmul",
+    "passes.kernels.quantize_groups",
+]
+"""Folders and files of features that a plain model on a CPU does not use."""
+
+
+def test_a_step_through_the_entry_point_loads_no_feature_that_is_off() -> None:
+    answer = ask("tests.helpers.fresh", STEP)
+    loaded = set(answer["loaded"])
+    assert answer["found"] is True
+    assert "fp8pass.backend" in loaded and "fp8pass.runtime.compiled_graph" in loaded
+    assert share(loaded) <= 0.65
+    off = tuple(f"fp8pass.{name}" for name in OFF)
+    assert sorted(name for name in loaded if name in off or name.startswith(tuple(f"{o}." for o in off))) == []
+    assert [o for o in off if o not in LINES] == []

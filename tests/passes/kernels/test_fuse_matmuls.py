@@ -21,10 +21,12 @@ from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
+from fp8pass.passes.common.gpu import Gpu
 from fp8pass.passes.common.patterns import as_node
-from fp8pass.passes.kernels import fuse_matmuls
+from fp8pass.passes.kernels import fused_matmul
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of, tiled, why_other
+from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
+from fp8pass.passes.kernels.fused_matmul import match, plan_of, tiled, why_other
 from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run, scale
 
@@ -34,10 +36,10 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_matmuls, "shared_memory", lambda _: 0)
-    monkeypatch.setattr(fuse_matmuls, "gpu_of", lambda _: H100)
+    monkeypatch.setattr(fused_matmul, "shared_memory", lambda _: 0)
+    monkeypatch.setattr(fused_matmul, "gpu_of", lambda _: H100)
     monkeypatch.setattr(hardware, "pretended_device", torch.device("cuda"))
-    monkeypatch.setattr(fuse_matmuls, "target_of", lambda *_: TARGETS["h100"])
+    monkeypatch.setattr(fused_matmul, "target_of", lambda *_: TARGETS["h100"])
 
 
 def captured(
@@ -281,7 +283,7 @@ def test_an_epilogue_that_fits_no_tile_is_declined_with_numbers() -> None:
 
 
 def test_always_says_why_a_matmul_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse_matmuls, "gpu_of", lambda _: Gpu(90, 132, 1024))
+    monkeypatch.setattr(fused_matmul, "gpu_of", lambda _: Gpu(90, 132, 1024))
     context = fused(captured(lambda y, s: both(F.silu(y), s)))
     assert list(context.fused.values()) == [
         "its kernel does not compute the ops after it: no tile whose epilogue moves 2 bytes per element fits into 1024 "
@@ -297,7 +299,7 @@ def test_off_fuses_nothing() -> None:
 
 def _plan(function: Callable[..., Any] = lambda y, s: both(F.relu(y).square(), s), *more: Tensor, **sizes: int) -> Any:
     m = matched(captured(function, *more, **{"m": 8192, "n": 14336, "k": 4096, **sizes}))
-    return fuse_matmuls.with_code(plan_of(m, H100), m)
+    return fused_matmul.with_code(plan_of(m, H100), m)
 
 
 def _saving(y: Tensor, s: Tensor) -> Any:
@@ -377,7 +379,7 @@ class Clock:
 
 def timed(clock: Any, times: int = 1, **options: Any) -> tuple[fx.GraphModule, Any]:
     """Run the pass with timings on as many equal graphs; return the last, and its context."""
-    fuse_matmuls._fastest.clear()
+    fused_matmul._fastest.clear()
     for _ in range(times):
         module = captured(lambda y, s: both(F.relu(y) * 2, s), m=512, n=512)
         context = Context(Config(recipe=None, **{"epilogues": "auto", **options}), seconds_of=clock)

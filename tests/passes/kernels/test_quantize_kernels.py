@@ -20,7 +20,8 @@ from fp8pass.graph.builder import val
 from fp8pass.passes.common import tiles
 from fp8pass.passes.kernels import quantize_kernels
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.quantize_kernels import QuantizeKernels, match, why_not
+from fp8pass.passes.kernels.quantize_groups import match, why_not
+from fp8pass.passes.kernels.quantize_kernels import QuantizeKernels
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import Blockwise
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling

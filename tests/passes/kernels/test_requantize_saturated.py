@@ -14,10 +14,12 @@ from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.fused.requantize import Requantize, source_of
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
+from fp8pass.passes.common.gpu import Gpu
 from fp8pass.passes.common.tiles import is_count
-from fp8pass.passes.kernels import fuse_matmuls, requantize_saturated
+from fp8pass.passes.kernels import fused_matmul, requantize_saturated
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import REQUANTIZES, FuseMatmuls, Gpu
+from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
+from fp8pass.passes.kernels.fused_matmul import REQUANTIZES
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.requantize_saturated import RequantizeSaturated
 from fp8pass.quant import ops
@@ -31,9 +33,9 @@ H100 = Gpu(90, 132, 232448)
 
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fuse_matmuls, requantize_saturated):
+    for module in (fused_matmul, requantize_saturated):
         monkeypatch.setattr(module, "gpu_of", lambda _: H100)
-    monkeypatch.setattr(fuse_matmuls, "target_of", lambda *_: TARGETS["h100"])
+    monkeypatch.setattr(fused_matmul, "target_of", lambda *_: TARGETS["h100"])
     monkeypatch.setattr(hardware, "pretended_device", torch.device("cuda"))
 
 
@@ -127,7 +129,7 @@ def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_matmul_does_not_quantize_its_result_and_says_so(
     recipe: DelayedScaling, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuse_matmuls, "shared_memory", lambda _: 0)
+    monkeypatch.setattr(fused_matmul, "shared_memory", lambda _: 0)
 
     def whole(a: Tensor, b: Tensor, s: Tensor, scales: Tensor) -> Any:
         y = torch._scaled_mm(a, b.t(), s, s, None, None, BF16, True)
