@@ -74,18 +74,18 @@ from fp8pass.passes.share.save_scales import SaveScales
 from fp8pass.passes.share.save_sums import SaveSums
 from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.passes.share.use_transposes import UseTransposes
-from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import written as written
 from fp8pass.recipes import Recipe, Schedule
 from fp8pass.report.drawing import drawn, part_of
 from fp8pass.report.report import Report, Timing, are_judged, publish
-from fp8pass.runtime.update_inputs import UpdateCall
-from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
 
 if TYPE_CHECKING:
     from fp8pass.frozen.weight import Scales
     from fp8pass.passes.traced.quantize_traced import TracedContext
+    from fp8pass.passes.update.context import UpdateContext
+    from fp8pass.runtime.update_inputs import UpdateCall
+    from fp8pass.runtime.update_key import UpdateKey
 
 DYNAMO: tuple[Pass[DynamoContext], ...] = (
     InlineRegions(),  # first: the other passes, and torch's autograd, expect the graph in one piece
@@ -250,6 +250,8 @@ def annotated_update(
     """
     if attempt.form == "plain":
         return Annotation(module, [], [], is_update=True)
+    from fp8pass.passes.update.context import UpdateContext
+
     module = copy_to_edit(module)
     todo, context = [p for p in update_passes() if attempt.runs(p.name)], UpdateContext(config, key=key)
 
