@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
-import readme
 import rooms
 import rooms_drawing
 import torch
@@ -26,7 +25,7 @@ import fp8pass
 from fp8pass.runtime.compiled_graph import CompiledGraph
 from tests.helpers.harness import compiled, without_caches
 
-PAGE = readme.ROOT / "docs" / "architecture.md"
+PAGE = rooms.ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text()
 WALKS = {
     "The life of one matmul": {"While the model is compiled": "compile", "In the second step": "step 2"},
@@ -44,7 +43,7 @@ CONDITIONS = {"with Inductor": "inductor", "op by op": "eager"}
 
 
 def test_the_drawing_is_that_of_the_imports() -> None:
-    assert (PAGE.parent / "images" / "rooms.svg").read_text() == rooms_drawing.svg(), "python bench/readme.py rooms"
+    assert (PAGE.parent / "images" / "rooms.svg").read_text() == rooms_drawing.svg(), "python docs/generate.py"
     floors = rooms_drawing.boxes(0.0)
     assert {box.room for floor in floors for box in floor} == set(rooms.between_rooms())
     for floor in floors:
@@ -53,7 +52,7 @@ def test_the_drawing_is_that_of_the_imports() -> None:
 
 
 def test_the_tables_are_those_of_the_docstrings() -> None:
-    assert rooms_drawing.tables() in TEXT, "python bench/readme.py rooms"
+    assert rooms_drawing.tables() in TEXT, "python docs/generate.py"
 
 
 def test_each_arrow_leads_to_the_floor_below() -> None:

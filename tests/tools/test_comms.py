@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_the_table_of_the_page() -> None:
     table = comms.report(list(MODELS), list(comms.GPUS), CLUSTER, 1, 8192, "float32")
-    assert table in (ROOT / "docs" / "distributed.md").read_text(), "python bench/readme.py comms"
+    assert table in (ROOT / "docs" / "distributed.md").read_text(), "python docs/generate.py comms"
 
 
 def test_gradients_in_fp8_are_a_quarter_with_a_scale_for_1024() -> None:

@@ -9,17 +9,19 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+import generate
 import guides
 import pytest
-import readme
+import sections
 from diagram import stages, svg
 
 import fp8pass
 from fp8pass import pipeline
+from tests.helpers import ROOT
 
-ROOT = readme.ROOT
 DOCS = ROOT / "docs"
 
 
@@ -28,22 +30,42 @@ def page(name: str) -> str:
 
 
 def test_the_drawing_has_every_pass() -> None:
-    drawing = page("images/pipeline.svg")
-    assert drawing == svg(), "python bench/readme.py pipeline"
+    drawing = svg()
     drawn = {name for stage in stages() for name in (*stage.passes, *stage.updates)}
-    rows = re.findall(r"^\| \[`(\w+)`\]", readme.table_of_passes(), re.MULTILINE)
+    rows = re.findall(r"^\| \[`(\w+)`\]", sections.table_of_passes(), re.MULTILINE)
     assert drawn == set(rows)
     assert all(f">{html.escape(name)}</text>" in drawing for name in drawn)
 
 
-def test_the_table_of_passes() -> None:
-    assert readme.table_of_passes() in page("passes.md"), "python bench/readme.py passes"
+@pytest.mark.parametrize("name", generate.PARTS)
+def test_every_part_has_its_markers(name: str) -> None:
+    text = (ROOT / generate.PARTS[name].page).read_text()
+    assert len(generate.FROM_SOURCES) + len(generate.RUN) == len(generate.PARTS)
+    assert "\na new text\n" in generate.replaced(text, name, "a new text")
+    with pytest.raises(ValueError, match=f"no markers <!-- {name} -->"):
+        generate.replaced(text.replace(f"<!-- {name} -->", ""), name, "a new text")
 
 
-def test_every_generated_section_has_its_place() -> None:
-    assert readme.FILES.keys() == readme.SECTIONS.keys()
-    for name, file in readme.FILES.items():
-        assert re.search(f"<!-- {name} -->\n.*<!-- /{name} -->", (ROOT / file).read_text(), re.DOTALL), name
+def test_parts_that_are_out_of_date_fail_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check names them with the command that updates them, and writes nothing."""
+    (tmp_path / "a.md").write_text("before\n<!-- old -->\n1\n<!-- /old -->\n<!-- right -->\n2\n<!-- /right -->\n")
+    (tmp_path / "a.svg").write_text("<svg/>")
+    parts = {name: generate.Part("a.md", partial(str, text)) for name, text in (("old", "3"), ("right", "2"))}
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "PARTS", parts)
+    monkeypatch.setattr(generate, "FROM_SOURCES", parts)
+    monkeypatch.setattr(generate, "PICTURES", {"a.svg": lambda: "<svg></svg>"})
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
+    with pytest.raises(
+        SystemExit, match=r"^out of date: old \(a\.md\), a\.svg\. To update: .*python docs/generate\.py$"
+    ):
+        generate.main()
+    assert (tmp_path / "a.svg").read_text() == "<svg/>"
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    generate.main()
+    assert (tmp_path / "a.md").read_text().startswith("before\n<!-- old -->\n3\n<!-- /old -->\n<!-- right -->\n2\n")
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
+    generate.main()
 
 
 def test_the_pass_of_the_page_is_the_one_that_runs() -> None:
@@ -163,10 +185,9 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_every_statement_of_the_guides_is_shown() -> None:
-    """The tests, scripts and sections that the page names exist, and the page is up to date."""
+    """The tests, scripts and sections that the page names exist."""
     assert len(guides.STATEMENTS) == 43
     assert not guides.missing()
-    assert guides.tables() in page("guides.md"), "python bench/readme.py guides"
 
 
 def test_a_statement_whose_test_is_gone_is_noticed() -> None:

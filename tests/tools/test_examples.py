@@ -8,14 +8,14 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import generate
 import pytest
-import readme
 
-from tests.helpers import forked
+from tests.helpers import ROOT, forked
 
 WITHOUT = () if find_spec("torchtitan") else ("torchtitan_train",)
 """Examples of packages that tests do not install, and that are not there."""
-EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py") if path.stem not in WITHOUT)
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in WITHOUT)
 MARKERS = {"train": "example"}
 """The names of sections in pages, if they differ from the example's."""
 NOISY = ("divergence", "monitor")
@@ -33,7 +33,7 @@ text; and the processor's vectors are not tried, which would take seconds."""
 
 def printed_in_page(name: str) -> str:
     marker = MARKERS.get(name, name)
-    page = readme.ROOT / readme.FILES[marker]
+    page = ROOT / generate.PARTS[marker].page
     section = re.search(f"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", page.read_text(), re.DOTALL)
     assert section is not None, f"{page} has no output of {name}"
     return re.findall(r"(?:^|\n\n)```\n(.*?)```", section[1], re.DOTALL)[-1]
@@ -57,7 +57,7 @@ def ended(*names: str) -> dict[str, forked.Ended]:
     """Run examples op by op after the passes, which needs no compiler and prints the same. The gate compiles one."""
     environment = {**os.environ, "COLUMNS": "120", "FP8PASS_LOWERING": "eager", **UNCACHED}
     with tempfile.TemporaryDirectory() as folder:
-        files = [readme.ROOT / "examples" / f"{name}.py" for name in names]
+        files = [ROOT / "examples" / f"{name}.py" for name in names]
         done = forked.run([forked.Program(file, folder=Path(folder)) for file in files], environment)
     return dict(zip(names, done, strict=True))
 

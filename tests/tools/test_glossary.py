@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import readme
 
-ROOT = readme.ROOT
+from tests.helpers import ROOT
+
 PAGE = ROOT / "docs" / "glossary.md"
 MAX_ROWS = 40
 QUOTED: dict[str, tuple[str, ...]] = {}

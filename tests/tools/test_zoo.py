@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import readme
 import torch
 import zoo_row
 import zoo_toys
@@ -20,6 +19,8 @@ from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, compare, eager
 from zoo_rows import Rows, third
 from zoo_sums import ExactSums
 from zoo_timm import practised
+
+from tests.helpers import ROOT
 
 ENTRIES = catalogue()
 EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "AlbertForMaskedLM")
@@ -55,9 +56,9 @@ def test_every_model_trains(name: str) -> None:
 
 
 def test_the_page_has_every_model() -> None:
-    text = (readme.ROOT / "docs" / "zoo.md").read_text()
+    text = (ROOT / "docs" / "zoo.md").read_text()
     listed = {*re.findall(r"^\| (\S+) \|", text, re.MULTILINE), *re.findall(r"`(\S+)`", text)}
-    assert listed >= set(ENTRIES), "python bench/zoo.py, and then python bench/readme.py zoo"
+    assert listed >= set(ENTRIES), "python bench/zoo.py, and then python docs/generate.py zoo"
 
 
 def test_what_begins_small_is_grown_and_nothing_is_dropped() -> None:
@@ -70,7 +71,7 @@ def test_what_begins_small_is_grown_and_nothing_is_dropped() -> None:
 
 
 def test_rules_that_are_beyond_us_are_limits() -> None:
-    limits = (readme.ROOT / "docs" / "limits.md").read_text()
+    limits = (ROOT / "docs" / "limits.md").read_text()
     assert [rule for rule in BEYOND if f"`{rule}`" not in limits] == []
 
 

@@ -1,6 +1,6 @@
 """Draw the pipeline for docs/compiler.md from the lists of passes in `fp8pass/pipeline.py`.
 
-python bench/diagram.py        prints the SVG; `python bench/readme.py pipeline` writes it to docs/images/
+python docs/diagram.py        prints the SVG; `python docs/generate.py` writes it to docs/images/
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Take the screenshots of the HTML report in docs/images/: the demo's model, and a small model's kernels and numerics.
 
-python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra "dev"
+python docs/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra "dev"
 """
 
 from __future__ import annotations

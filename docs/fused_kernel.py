@@ -1,6 +1,6 @@
 """Print a generated kernel of a fused matmul, and what it moves, for docs/fused-matmuls.md.
 
-    python bench/fused_kernel.py
+    python docs/fused_kernel.py
 
 The model is an MLP with ReLU squared, [8192, 4096] to 14336, in training with delayed scaling. Nothing is measured.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # to import bench.fused_kernel in the process that pretends a GPU
+sys.path.insert(0, str(ROOT))  # to import docs.fused_kernel in the process that pretends a GPU
 
 from fp8pass.hardware import TARGETS  # noqa: E402
 from fp8pass.inspect.fake_cuda import FakeCuda, fakes  # noqa: E402
@@ -45,7 +45,7 @@ def model() -> tuple[Any, ...]:
 
 def kernels(epilogues: str) -> list[Kernel]:
     """Return the kernels that compute the hidden tensor, and its gradient."""
-    run = inspect("bench.fused_kernel:model", options={"epilogues": epilogues}).runs[0]
+    run = inspect("docs.fused_kernel:model", options={"epilogues": epilogues}).runs[0]
     return [k for k in run.kernels if "relu" in k.what or "4096] x [4096, 14336]" in k.what]
 
 
