@@ -22,6 +22,7 @@ sys.path.append(str(ROOT / "bench"))  # for the tables of what was measured
 
 import diagram  # noqa: E402
 import kernel_times  # noqa: E402
+import limits  # noqa: E402
 import rooms_drawing  # noqa: E402
 from measured import TABLES, printed  # noqa: E402
 from sections import demo, dumps, example, graphs, monitor_cost, script, shown, table_of_passes  # noqa: E402
@@ -49,6 +50,7 @@ def compile_time() -> str:
 
 FROM_SOURCES = {
     "passes": Part("docs/passes.md", table_of_passes),
+    **{f"limits_{name}": Part("docs/limits.md", partial(limits.table, name)) for name in limits.TABLES},
     "rooms": Part("docs/architecture.md", rooms),
     "guides": Part("docs/guides.md", partial(script, "bench/guides.py")),
     "kernels_now": Part("docs/kernels.md", kernel_times.now_table),

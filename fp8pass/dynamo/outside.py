@@ -49,6 +49,30 @@ from fp8pass.recipes import Kind, Schedule
 from fp8pass.report.report import last_line, reason_of
 from fp8pass.roofline import predicted_speedup
 
+LIMITS = {
+    "outside": {
+        "outside": (
+            "it ran outside of any graph: in a function that Dynamo gave up (a graph break within `try`, a loop or a "
+            "checkpointed region; `nn.LSTM`), at a module with full backward hooks, under `torch.compiler.disable`, "
+            "or in one of torch's own modules that is called where graphs break (`nn.Sequential` under FSDP2)",
+            "follow the reason's advice; move slow code and graph breaks into a separate function, without matmuls in"
+            " it",
+        ),
+        "custom op": (
+            "it is in a custom op, which compilers can't see into",
+            "write the op as matmuls, or as `torch._grouped_mm` in bfloat16",
+        ),
+        "recurrent": (
+            "it is in the kernel, or a time step, of an `nn.LSTM`, `nn.GRU` or `nn.RNN`; in a graph too, with "
+            "`torch._dynamo.config.allow_rnn`",
+            "a loop over `nn.LSTMCell`, `nn.GRUCell` or `nn.RNNCell`, which run in FP8. It is not an error under "
+            "`strict`",
+        ),
+        "update": ("it is in an optimizer's step", "nothing: the matmuls of an optimizer stay in high precision"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 OUTSIDE = ("outside", "custom op")
 """The rules of matmuls that the recipe selects, but that run outside the code that fp8pass compiles."""
 

@@ -15,6 +15,25 @@ from fp8pass.graph.sizes import depends_on_data, is_at_least
 from fp8pass.options.config import Config
 from fp8pass.recipes import Recipe
 
+LIMITS = {
+    "declined": {
+        "recipe, filter, high precision": ("your recipe or filter leaves it out", "nothing, if you asked for that"),
+        "min_speedup": (
+            "it is too small to pay for its quantization, as [predicted](roofline.md); if a size varies, [it says "
+            "from which size on it pays](roofline.md#if-the-number-of-tokens-varies), and other compilations serve "
+            "those",
+            "larger batches; `min_speedup=0` runs it in FP8 anyway; `merge_siblings=True` may make it large enough",
+        ),
+        "vector": ("M, K or N is 1, so it is not a matrix product", "nothing to gain"),
+        "empty": ("M, K or N is 0", "nothing to gain"),
+        "data-dependent size": (
+            "K or N is known only at run time; or M is, and may be 0, which has no amax",
+            "`torch._check(x.shape[0] > 0)` if it is M; or keep it out of the region",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that FP8 replaces."""
 

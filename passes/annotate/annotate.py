@@ -49,6 +49,21 @@ from fp8pass.passes.common.transforms import Transform, transforms
 from fp8pass.recipes import BlockwiseScaling, Calibration, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8pass.states import scale_state
 
+LIMITS = {
+    "declined": {
+        "region": (
+            "it is inside a branch of [`torch.cond`](recipes.md#branches), and its recipe keeps state; or inside "
+            "other control flow",
+            '`"dynamic"` or `"rowwise"` for this module; move the matmul out of a loop',
+        ),
+        "internal": (
+            "fp8pass itself failed on the graph, and [went on without FP8](debugging.md#5-fp8pass-itself-fails)",
+            "please report it, with the dump that the reason names",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 class Annotate:
     """The pass over Dynamo's graph and its checkpointed regions. The caller sets grad mode as at the graph's start."""

@@ -35,6 +35,43 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 
+LIMITS = {
+    "declined": {
+        "dtype": ("its operands are not float32, bfloat16 or float16", "cast them"),
+        "grouped scale": (
+            "grouped matmuls only have kernels with rowwise scales: none for blocks, static scales, or one scale for "
+            "a tensor",
+            '`"rowwise"`, `"delayed"` or `"dynamic"` for these modules',
+        ),
+        "not calibrated": (
+            "the static scales lack one for this tensor",
+            'calibrate with batches that reach it, and with `loss=` for gradients; or a pattern, `{"*.grad_output": '
+            "1.0}`",
+        ),
+        "no parameters": (
+            "the graph has no parameters by which scales could be named",
+            '`"dynamic"`, or compile a module that has parameters',
+        ),
+        "device": (
+            "the GPU has no FP8 kernels, or the tensors are on another device than the graph's state",
+            "`target` only predicts: use sm_89 or newer; compile each device's part separately",
+        ),
+        "partial sum": ("an operand is a DTensor whose sum over ranks is still pending", "`redistribute` it first"),
+        "gathered in FP8": (
+            "its weight is gathered in FP8 with other scales than the recipe's; [why not `rowwise` and "
+            "`mxfp8`](distributed.md#fsdp2)",
+            '`enable_fp8_all_gather(scales="block")` for `blockwise`, `"tensor"` for `delayed` and `dynamic`; or '
+            "`filter=`",
+        ),
+        "form": (
+            "a number is added instead of a tensor; operands are not tensors; groups have another shape than experts",
+            "write it as one of torch's matmuls",
+        ),
+        "out=": ("it writes into `out=`", "assign the result"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 def has_one_scale(recipe: Recipe) -> bool:
     """Return whether the recipe quantizes a merged tensor with one scale."""

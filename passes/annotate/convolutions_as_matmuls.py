@@ -44,6 +44,18 @@ from fp8pass.passes.common.transforms import Transform
 from fp8pass.passes.common.write_calls import Write
 from fp8pass.recipes import KINDS, Role
 
+LIMITS = {
+    "declined": {
+        "convolution": (
+            "it is a convolution that is more than one matmul: its kernel is neither 1 nor equal to its stride, or it"
+            " has padding, dilation or groups. Its row has the sizes of the matmul that does as many operations, for "
+            "each group; it does not count as a matmul",
+            "nothing; a [kernel that equals the stride](recipes.md#convolutions) runs in FP8",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 Sizes = tuple[int, ...]
 
 

@@ -28,6 +28,13 @@ from fp8pass.quant.monitor_ops import WATCHED, Watched
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import FACTORS, KINDS, Kind, Role
 
+LIMITS = {
+    "declined": {
+        "bisect": ("`fp8pass.bisect` tries the step without it", "nothing: so it finds the culprit"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 class Walk:
     """The state of a walk over a graph: the nodes that were added so far, and the slots that they need.

@@ -33,6 +33,20 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 
+LIMITS = {
+    "declined": {
+        "frozen rows": (
+            "grad_input sums over the rows of a [frozen weight](lora.md), which have a scale each",
+            '`fp8pass.freeze(model, scales="tensor")`',
+        ),
+        "block size": (
+            "the summed size is not a multiple of 128 (or 32), or a weight can't be cut into 128x128",
+            'pad the layer, or use `"rowwise"` for it',
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 # of cuBLASLt's modes VEC128_32F and BLK128x128_32F, and of its VEC32_UE8M0, which is OCP's MXFP8
 BLOCK, MX_BLOCK = 128, 32
 

@@ -56,6 +56,19 @@ from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import WATCHED, Watched
 from fp8pass.recipes import Calibration, Recipe, RowwiseScaling, StaticScaling
 
+LIMITS = {
+    "saved": {
+        "other reader": (
+            "the graph returns it, or another op reads it whose backward needs it as it is: FP8 would be one more copy",
+            "nothing",
+        ),
+        "mutation": ("it is written in place after it is computed", "write it out of place"),
+        "type": ("it is not a plain tensor of float32, bfloat16 or float16: for example a DTensor", "nothing yet"),
+        "recipe, block size, bisect": ("as above", ""),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 NAME = "save_fp8"
 
 

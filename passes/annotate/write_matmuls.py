@@ -33,6 +33,25 @@ from fp8pass.passes.common.regions import Part, in_its_modes, parts
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.passes.common.write_calls import Write
 
+LIMITS = {
+    "declined": {
+        "in place": (
+            "it is `addmm_`, `addbmm_` or `baddbmm_` under autocast, which only casts the out-of-place ops",
+            "assign the result of `torch.addmm`",
+        ),
+        "attention": (
+            "it is in `scaled_dot_product_attention`, where torch decomposes that into matmuls; torch's kernels of "
+            "attention take FP8 in the forward only",
+            "nothing: its projections run in FP8; see [below](#attention)",
+        ),
+        "recurrent": (
+            "it is in an `nn.LSTM`, `nn.GRU` or `nn.RNN` that Dynamo keeps as one call for all time steps",
+            "a loop over `nn.LSTMCell`, `nn.GRUCell` or `nn.RNNCell`, which run in FP8",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 Term = list[str]
 """The letters of one operand of an einsum."""
 

@@ -45,6 +45,20 @@ from fp8pass.passes.common.patterns import (
 )
 from fp8pass.scaling import FP8_DTYPES
 
+LIMITS = {
+    "collectives": {
+        "high precision, several": (
+            "the tensor is also read in high precision, or is quantized in several ways",
+            "nothing: it would be gathered twice",
+        ),
+        "part": (
+            "the tensor is quantized by the amax of a part: uneven shards, whose padding is cut off",
+            "sizes that the ranks divide",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 

@@ -52,6 +52,19 @@ from fp8pass.passes.common.patterns import (
 )
 from fp8pass.quant.ops import RECORD, SHARED
 
+LIMITS = {
+    "collectives": {
+        "scale": (
+            "the scale may differ between ranks, is computed from something else, or is not one for all",
+            "delayed scaling with `reduce_amax=True` over a group that contains the collective's ranks",
+        ),
+        "amax": ("something else reads the amax of the gathered tensor", "compute it before the collective"),
+        "padding": ("the tensor is padded before it is gathered, with a value other than 0", "pad with 0"),
+        "not finite": ("the tensor was quantized where an infinity can't be marked", "quantize it in the same graph"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 class Use(NamedTuple):
     """A node `user` that reads an amax, or its cast to f32.

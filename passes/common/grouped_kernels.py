@@ -13,6 +13,16 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.quant import grouped
 
+LIMITS = {
+    "declined": {
+        "grouped type, grouped size": (
+            "the result is not bfloat16; K or N is not a multiple of 16; there are more than 1023 groups",
+            "experts in bfloat16, or autocast; padding",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 MAX_GROUPS = 1023
 """Most groups that torch's kernel takes:
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledGroupMM.cu"""

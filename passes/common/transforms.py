@@ -16,6 +16,17 @@ from torch import fx
 
 from fp8pass.graph.refusal import Reject
 
+LIMITS = {
+    "declined": {
+        "torch.func": (
+            "it is inside `vmap`, `grad`, `vjp` or `jvp` of `torch.func`; matmuls around these run in FP8",
+            "write the dimension that `vmap` maps over as a dimension of the matmul; take the gradient with "
+            "`backward()`",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 @dataclass(frozen=True)
 class Transform:

@@ -22,6 +22,13 @@ from fp8pass.graph.builder import val
 from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common.patterns import COPIES, JOINS, MOVEMENT, at, aten, constant, first, prims
 
+LIMITS = {
+    "detected": {
+        "data-dependent": ("an index that the graph computes selects elements", "gather before the quantization"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 Emit = Callable[..., Any]
 """A function `emit(target, *args, **kwargs)` that returns a new node of the graph, or the fake tensor of one."""
 

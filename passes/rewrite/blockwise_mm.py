@@ -33,6 +33,17 @@ from fp8pass.passes.rewrite.operands import UNSCALED, Dequantize, dequantize
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
 
+LIMITS = {
+    "detected": {
+        "block layout, no kernel": (
+            "blocks do not lie along the summed dimension, two operands' blocks do not fit, or the device has no "
+            "kernel",
+            "see the table of [kernels](recipes.md#where-they-run)",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 @dataclass(frozen=True)
 class Blocks:

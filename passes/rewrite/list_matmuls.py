@@ -46,6 +46,18 @@ from fp8pass.passes.rewrite.operands import is_dequantizing
 from fp8pass.quant.grouped import FALLBACK, FALLBACK_BACKWARD
 from fp8pass.recipes import KINDS, Kind
 
+LIMITS = {
+    "declined": {
+        "linear algebra": (
+            "it is inside solvers, factorizations, norms of matrices or `cdist`, or their gradients",
+            "nothing: their results need all digits of their dtype",
+        ),
+        "composite": ("it is inside another function that torch decomposes", "write it as a matmul"),
+        "update": ("it is in an optimizer's update of parameters", "nothing: it stays in high precision"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 class _Forward(NamedTuple):
     """The operands of a matmul of the forward: [M, K] of one tensor by [K, N] of another."""

@@ -50,6 +50,29 @@ from fp8pass.passes.rewrite.row_scales import RowScale, scaled_rows
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
 from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
+LIMITS = {
+    "detected": {
+        "not float8": (
+            "an operand is not an FP8 tensor times a scale",
+            "quantize both; no kernel takes only one FP8 operand",
+        ),
+        "op between": ("an op between dequantize and matmul does not commute with a scale", "quantize after it"),
+        "scale": (
+            "it is not a normal float32, is a number divided by a tensor, is complex, or is on another device",
+            "a float32 scale, on the tensor's device",
+        ),
+        "zero point": ("the quantization is shifted", "symmetric quantization"),
+        "cast": ("there is a cast to less than 16 bits between", "leave it out"),
+        "fnuz, float8 kind": ("no NVIDIA GPU multiplies the format", "`float8_e4m3fn` and `float8_e5m2`"),
+        "fill value": (
+            "the tensor is padded or filled with a value other than 0",
+            "0, or fill before the quantization",
+        ),
+        "join": ("tensors of several scales or dtypes are joined", "one scale for all parts"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 MAX_DEPTH = 50
 """How deep joins (cat, where) may be nested; deeper ones are declined."""
 _F32 = torch.finfo(torch.float32)

@@ -24,6 +24,16 @@ from fp8pass.passes.common import view_ops
 from fp8pass.passes.common.patterns import DIVIDING, MULTIPLYING, at, aten, first, fp8_source, one_number, prims
 from fp8pass.passes.common.view_ops import Emit
 
+LIMITS = {
+    "detected": {
+        "scale shape": (
+            "the scale is neither one number nor one for each row; or it may change along the summed dimension",
+            "one scale for each row of A and column of B, or blocks by a recipe",
+        ),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 @dataclass(frozen=True)
 class RowScale:

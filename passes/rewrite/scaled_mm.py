@@ -42,6 +42,23 @@ from fp8pass.passes.rewrite.list_matmuls import added, operands
 from fp8pass.passes.rewrite.operands import UNSCALED, Dequantize, Scale, dequantize
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
 
+LIMITS = {
+    "declined": {
+        "batches": (
+            "one `bmm` has more than 16 products: `_scaled_mm` has no batch dimension, and a launch for each costs "
+            "more than FP8 gains. On sm_90 they are [one grouped matmul](recipes.md#experts) if M, K and N are "
+            "multiples of 16, the result is bfloat16, and the recipe may be by rows",
+            "nothing; write one matmul if the second operand is shared; pad the sizes",
+        ),
+    },
+    "detected": {
+        "e5m2 x e5m2": ("no kernel multiplies the two", "one operand in e4m3"),
+        "float64": ("the result is float64", "float32"),
+        "alpha": ("alpha is a symbolic size", "a number"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 
 @dataclass(frozen=True)
 class Match:

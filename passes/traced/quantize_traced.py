@@ -40,6 +40,18 @@ from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Kind, Role, StaticScaling, next_scale_of
 from fp8pass.states.slots import SlotTable
 
+LIMITS = {
+    "declined": {
+        "product": (
+            "only by [`fp8pass.rewrite`](rewrite.md#which-matmul-is-which): the graph does not show which product of "
+            "which layer it is",
+            "see there",
+        ),
+        "grouped": ("only by `fp8pass.rewrite`: it is a matmul of experts", "`torch.compile` the model"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
 STATE = ("scale", "amax_history", "amax")
 """The names of the state inputs of delayed scaling: f32[T], f32[H, T], f32[T]. Static scaling has one, `scales`."""
 
