@@ -79,7 +79,6 @@ RUN = {
     "export_fp8": Part("docs/export.md", partial(example, "export_fp8.py")),
     "torchtitan_train": Part("docs/torchtitan.md", partial(example, "torchtitan_train.py")),
     "divergence": Part("docs/debugging.md", partial(example, "divergence.py")),
-    "add_a_pass": Part("docs/add-a-pass.md", partial(example, "add_a_pass.py")),
     "monitor": Part("docs/monitor.md", partial(shown, "examples/monitor.py")),
     "monitor_cost": Part("docs/monitor.md", monitor_cost),
     "graphs": Part("docs/compiler.md", graphs),
