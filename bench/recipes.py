@@ -31,7 +31,11 @@ RECIPES: dict[str, Any] = {
     "rowwise_gw_hp": "rowwise_gw_hp",
     "blockwise": "blockwise",
     "mxfp8": "mxfp8",
-    "rowwise in attention, else delayed": {"blocks.*.qkv": "rowwise", "blocks.*.projection": "rowwise", "*": "delayed"},
+    "rowwise in attention, delayed elsewhere": {
+        "blocks.*.qkv": "rowwise",
+        "blocks.*.projection": "rowwise",
+        "*": "delayed",
+    },
     "BF16 for a quarter, then delayed": "switch",
 }
 

@@ -1,4 +1,4 @@
-"""Test for plain words: a docstring begins with what a function does, and order and time are not told as space."""
+"""Test for plain words: a docstring begins with what a function does, and pages and code do without our idioms."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ OPENINGS = ("What", "Of", "Whether", "And", "Not", "But", "See the function")
 """Openings that the first line of a function's docstring, or of a pass's, may not have, for a verb is missing."""
 IDIOMS = (r"behind", r"in front of", r"in the place of", r"is none of", r"(?<!there )(is|are) no\b(?! longer)")
 """Idioms that no docstring, comment or message may use: say after, before, instead of, is not one of, is not."""
+PAGE_IDIOMS = (
+    r"say(?=[,;:)])",  # for example, such as
+    r"(?<=, )say(?=\.)",
+    r"(?<=[,;] )else(?! if\b)",  # otherwise
+    r"Of (a|an|all|each|every|its)",  # at the beginning of a sentence
+    r"kin",  # similar, related
+    r"twins?",  # copy, the same of
+    r"sisters?",
+    r"judg(e[sd]?|ing)",  # decide
+    r"poison\w*",
+    r"in vain",  # needlessly
+)
+"""Idioms of this project that a page may not use, each with what to say instead; code in blocks and quotes is not read."""
 FIRST_LINES = ("of its own",)
 """Idioms that a first line may not use: say "its own"."""
 
@@ -83,6 +96,31 @@ def test_first_lines_do_not_say(idiom: str) -> None:
 def test_no_text_says(idiom: str) -> None:
     found = [f"{at}: {text}" for at, text in TEXTS if re.search(rf"\b{idiom}\b", text, re.IGNORECASE)]
     assert not found
+
+
+PAGES = [*rooms.ROOT.glob("*.md"), *rooms.ROOT.glob("docs/*.md"), *rooms.ROOT.glob("passes/*.md")]
+
+
+def prose(page: str) -> str:
+    """Return the text of a page without code."""
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("idiom", PAGE_IDIOMS)
+def test_no_page_says(idiom: str) -> None:
+    texts = {file.name: " ".join(prose(file.read_text()).split()) for file in PAGES}
+    found = [
+        (name, text[m.start() - 40 : m.end() + 20])
+        for name, text in texts.items()
+        for m in re.finditer(rf"\b{idiom}\b", text)
+    ]
+    assert len(texts) > 40 and not found
+
+
+def test_idioms_of_pages_are_found() -> None:
+    page = "A size, M say, varies. Of a matrix, it is\nthe kin; else not. `or else, say, kin`\n```\nin vain\n```\n"
+    hits = [idiom for idiom in PAGE_IDIOMS if re.search(rf"\b{idiom}\b", " ".join(prose(page).split()))]
+    assert hits == [PAGE_IDIOMS[0], PAGE_IDIOMS[2], PAGE_IDIOMS[3], PAGE_IDIOMS[4]]
 
 
 def test_passes_are_found() -> None:
