@@ -38,7 +38,7 @@ from fp8pass.quant import ops
 from fp8pass.quant.sharded import amax_over, on_part, part_of
 from fp8pass.quant.wire import GradientExchange, GradientFormat, Groups, groups_of
 from fp8pass.quant.wrapper_tensor import Fp8Weight, WrapperTensor
-from fp8pass.recipes import BlockwiseScaling, matches
+from fp8pass.recipes import BLOCK, BlockwiseScaling, matches
 
 aten = torch.ops.aten
 
@@ -516,11 +516,6 @@ class GatheredWeight(Fp8Weight):
 
     is_frozen = False
 
-    @property
-    def scales(self) -> str:
-        """The part that has one scale: "tensor" or "block"."""
-        return "block" if self._scale_inv.dim() else "tensor"
-
     @staticmethod
     def _run(func: Any, args: Any, kwargs: Any) -> Any:
         # a view of blocks may cut or transpose them
@@ -529,18 +524,10 @@ class GatheredWeight(Fp8Weight):
             x_q = func(x._x_q, *args[1:], **kwargs)
             if x.scales == "tensor" or (x_q.shape, x_q.stride()) == (x.shape, x.stride()):
                 return GatheredWeight(x_q, x._scale_inv, x.dtype)
-        args, kwargs = pytree.tree_map_only(GatheredWeight, GatheredWeight._dequantized, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(GatheredWeight, GatheredWeight.dequantized, (args, kwargs))
         return func(*args, **kwargs)
 
-    @staticmethod
-    def _dequantized(x: GatheredWeight) -> Tensor:
-        if x.scales == "block":
-            result: Tensor = ops.dequantize_blocks(x._x_q, x._scale_inv, x.dtype)
-            return result
-        return scaling.dequantize(x._x_q, x._scale_inv, x.dtype)
 
-
-BLOCK = 128
 _OF_WHOLE = {aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default}
 """View ops that may return all of a tensor as it is."""
 _VIEWS = {

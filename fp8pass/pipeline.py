@@ -81,9 +81,9 @@ from fp8pass.report.report import Report, Timing, are_judged, publish
 from fp8pass.states.scale_state import recipe_of
 
 if TYPE_CHECKING:
-    from fp8pass.frozen.weight import Scales
     from fp8pass.passes.traced.quantize_traced import TracedContext
     from fp8pass.passes.update.context import UpdateContext
+    from fp8pass.quant.wrapper_tensor import Scales
     from fp8pass.runtime.update_inputs import UpdateCall
     from fp8pass.runtime.update_key import UpdateKey
 

@@ -311,6 +311,10 @@ class RowwiseScaling(Recipe):
         return _own_scale(amax, fp8_max, self.power_of_2)
 
 
+# of cuBLASLt's modes VEC128_32F and BLK128x128_32F, and of its VEC32_UE8M0, which is OCP's MXFP8
+BLOCK, MX_BLOCK = 128, 32
+
+
 @dataclass(frozen=True, repr=False)
 class BlockwiseScaling(Recipe):
     """One scale per block, from the tensor itself: 1x128 of inputs and gradients, 128x128 of weights; e4m3 throughout.

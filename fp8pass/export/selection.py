@@ -17,6 +17,7 @@ from fp8pass.names import parts_of, without_wrappers
 from fp8pass.options.config import Config
 from fp8pass.quant.sharded import part_of
 from fp8pass.recipes import (
+    BLOCK,
     BlockwiseScaling,
     DelayedScaling,
     DynamicScaling,
@@ -29,8 +30,6 @@ from fp8pass.recipes import (
 from fp8pass.runtime.weight_uses import use_of
 from fp8pass.states.model_state import state
 
-BLOCK = 128
-"""Rows and columns of the blocks of a weight under `BlockwiseScaling`."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 OF_FROZEN = {"tensor": DynamicScaling(), "row": RowwiseScaling(), "block": BlockwiseScaling()}
 """The recipe of a frozen weight's scales."""

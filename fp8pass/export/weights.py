@@ -14,6 +14,7 @@ from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.names import parts_of
 from fp8pass.quant import ops
 from fp8pass.recipes import (
+    BLOCK,
     BlockwiseScaling,
     DelayedScaling,
     DynamicScaling,
@@ -22,8 +23,6 @@ from fp8pass.recipes import (
     StaticScaling,
     next_scale_of,
 )
-
-BLOCK = 128
 
 
 @dataclass(frozen=True)

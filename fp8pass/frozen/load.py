@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fp8pass.errors import Fp8Error
 from fp8pass.frozen.replace import module_of
-from fp8pass.frozen.weight import BLOCK, FrozenWeight, parameter
+from fp8pass.frozen.weight import FrozenWeight, parameter
+from fp8pass.recipes import BLOCK
 from fp8pass.scaling import E4M3
 
 log = logging.getLogger(__name__)

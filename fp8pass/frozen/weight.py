@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,10 @@ from fp8pass import scaling
 from fp8pass._torch import pytree
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.quant import ops
-from fp8pass.quant.wrapper_tensor import Fp8Weight
-from fp8pass.recipes import BlockwiseScaling
+from fp8pass.quant.wrapper_tensor import Fp8Weight, Scales
+from fp8pass.recipes import BLOCK, BlockwiseScaling
 
 aten = torch.ops.aten
-Scales = Literal["tensor", "row", "block"]
-"""The part with one scale: a weight f[N, K], each of its rows, or each block of 128 rows and 128 columns."""
-BLOCK = 128
 
 
 class FrozenWeight(Fp8Weight):
@@ -39,23 +36,9 @@ class FrozenWeight(Fp8Weight):
         return FrozenWeight(*_quantized(weight.detach(), scales), weight.dtype)
 
     @property
-    def scales(self) -> Scales:
-        """The part that has one scale: "tensor", "row" or "block"."""
-        if self._scale_inv.dim() == 0:
-            return "tensor"
-        return "row" if self._scale_inv.shape[0] == self.shape[0] else "block"
-
-    @property
     def parts(self) -> tuple[Tensor, Tensor]:
         """The weight e4m3[N, K], and scale_inv."""
         return self._x_q, self._scale_inv
-
-    def dequantized(self) -> Tensor:
-        """Return the weight in high precision."""
-        if self.scales == "block":
-            result: Tensor = ops.dequantize_blocks(self._x_q, self._scale_inv, self.dtype)
-            return result
-        return scaling.dequantize(self._x_q, self._scale_inv, self.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Do nothing. Raises Fp8Error if `requires_grad` is True: an update would be lost in 8 bits."""

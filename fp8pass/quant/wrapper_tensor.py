@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from fp8pass import scaling
 from fp8pass._torch import make_wrapper_subclass
+from fp8pass.quant import ops
+
+Scales = Literal["tensor", "row", "block"]
+"""The part with one scale: a weight f[N, K], each of its rows, or each block of 128 rows and 128 columns."""
 
 
 class WrapperTensor(Tensor):
@@ -56,13 +60,22 @@ class Fp8Weight(WrapperTensor):
     def __init__(self, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
         self._x_q, self._scale_inv = x_q, scale_inv
 
-    @property
-    @abstractmethod
-    def scales(self) -> str:
-        """The part that has one scale: "tensor", "row" or "block"."""
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._x_q!r}, {self._scale_inv!r}, {self.dtype})"
+
+    @property
+    def scales(self) -> Scales:
+        """The part that has one scale: "tensor", "row" or "block"."""
+        if self._scale_inv.dim() == 0:
+            return "tensor"
+        return "row" if self._scale_inv.shape[0] == self.shape[0] else "block"
+
+    def dequantized(self) -> Tensor:
+        """Return the weight f[N, K] in high precision."""
+        if self.scales == "block":
+            result: Tensor = ops.dequantize_blocks(self._x_q, self._scale_inv, self.dtype)
+            return result
+        return scaling.dequantize(self._x_q, self._scale_inv, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the inner tensors' attributes, and the metadata: torch.compile's subclass protocol."""

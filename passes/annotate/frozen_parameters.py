@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fp8pass.frozen.weight import Scales
 from fp8pass.graph.refusal import Reject
 from fp8pass.names import Names
 from fp8pass.options.config import Config
 from fp8pass.options.setting import within
 from fp8pass.passes.annotate.check import check
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, signature_of
+from fp8pass.quant.wrapper_tensor import Scales
 from fp8pass.recipes import BlockwiseScaling, StaticScaling
 
 

@@ -20,7 +20,9 @@ from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
+    BLOCK,
     FACTORS,
+    MX_BLOCK,
     BlockwiseScaling,
     Calibration,
     DelayedScaling,
@@ -46,9 +48,6 @@ LIMITS = {
     },
 }
 """Lines of docs/limits.md: see `Reject`."""
-
-# of cuBLASLt's modes VEC128_32F and BLK128x128_32F, and of its VEC32_UE8M0, which is OCP's MXFP8
-BLOCK, MX_BLOCK = 128, 32
 
 Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]
 """The quantizers of the two factors; None for a factor that is not quantized: only in trials of `fp8pass.bisect`."""
