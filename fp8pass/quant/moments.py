@@ -303,20 +303,9 @@ class Fp8Moment(torch.Tensor):
     ) -> Fp8Moment:
         """Make a wrapper without storage, with the shape and strides of `x_q`."""
         made: Fp8Moment = make_wrapper_subclass(cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device)
+        made.x_q, made.moment_scales, made.column, made.stored_as = x_q, moment_scales, column, stored_as
+        made.blocks, made.seed = blocks, seed
         return made
-
-    def __init__(
-        self,
-        x_q: Tensor,
-        moment_scales: Tensor,
-        column: int,
-        stored_as: Format,
-        dtype: torch.dtype,
-        blocks: Tensor | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.x_q, self.moment_scales, self.column, self.stored_as = x_q, moment_scales, column, stored_as
-        self.blocks, self.seed = blocks, seed
 
     @classmethod
     def of(cls, stored_as: Format, x: Tensor, seed: int = 0) -> Fp8Moment:
