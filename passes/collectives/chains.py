@@ -338,11 +338,16 @@ def _mark_of(node: fx.Node) -> fx.Node | None:
 # Reductions of a collective's output.
 
 
-def amax_from(node: fx.Node) -> fx.Node | None:
-    """Return the amax of a whole tensor, given the first op of it: `abs` or a widening cast; None if there is none."""
+def amax_from(node: fx.Node, rows: bool = False) -> fx.Node | None:
+    """Return the amax of a whole tensor, given the first op of it: `abs` or a widening cast; None if there is none.
+
+    rows: True for the amaxes of parts of the tensor instead, with the reduced dimensions kept.
+    """
     is_abs = False
     while True:
         if node.target is aten.amax.default and is_abs:
+            if rows:
+                return node if val(node).dim() and node.args[2:] == (True,) else None
             if not val(node).dim():
                 return node if val(node).dtype != torch.float64 else None  # the rewrite takes amaxes in float32
         elif node.target is aten.abs.default:

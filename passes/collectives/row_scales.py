@@ -29,6 +29,7 @@ from fp8pass.graph.verdict import Gemm
 from fp8pass.passes.collectives.chains import (
     Quantize,
     Structures,
+    amax_from,
     between,
     captured_wait,
     check_readers,
@@ -38,7 +39,6 @@ from fp8pass.passes.collectives.chains import (
     scales_of,
     sums_rows,
     ways_of,
-    widens,
 )
 from fp8pass.passes.collectives.shared_scales import group_of, is_shared
 from fp8pass.passes.common.patterns import CASTS, as_node, at, aten, constant, first
@@ -100,7 +100,7 @@ def capture_rows(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Rows | N
     sums: list[fx.Node] = []
     others: list[fx.Node] = []
     for source, reader in readers:
-        if (amax := _amaxes_from(reader)) is not None:
+        if (amax := amax_from(reader, rows=True)) is not None:
             amaxes.append((source, amax))
         elif (ops := quantize_from(reader, source)) is not None:
             quantizes.append(Quantize(source, ops))
@@ -119,21 +119,6 @@ def capture_rows(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Rows | N
                 if len(same) > 1:
                     raise Reject("scale", f"the scale {scale.name} after {at(collective)} is that of other rows")
     return found
-
-
-def _amaxes_from(node: fx.Node) -> fx.Node | None:
-    """Return the amaxes of parts of a tensor, with the reduced dimensions kept, given its first op: `abs` or a cast."""
-    is_abs = False
-    while True:
-        if node.target is aten.amax.default and is_abs:
-            return node if val(node).dim() and node.args[2:] == (True,) else None
-        if node.target is aten.abs.default:
-            is_abs = True
-        elif not widens(node):
-            return None
-        if len(node.users) != 1:
-            return None
-        node = next(iter(node.users))
 
 
 def _block_of(
