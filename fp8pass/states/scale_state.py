@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -248,61 +248,55 @@ def _step(state: ScaleState) -> tuple[Tensor, ...]:
 # among them had another version by then.
 
 
+class _Use(NamedTuple):
+    """The arguments of `begin_use`, in order: the buffers of a `ScaleState`, its recipe's key, and the FP8 dtype."""
+
+    scale: Tensor
+    amax_history: Tensor
+    amax: Tensor
+    fp8_max: Tensor
+    step_ended: Tensor
+    held: Tensor
+    key: str
+    dtype: torch.dtype
+
+
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def begin_use(
-    scale: Tensor,
-    amax_history: Tensor,
-    amax: Tensor,
-    fp8_max: Tensor,
-    step_ended: Tensor,
-    held: Tensor,
-    key: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def begin_use(*arguments: Any) -> Tensor:
     """Roll the history in place if the last step has ended. Return a copy of the scale of this step, f32[]."""
-    new_scale = _roll_if(step_ended, scale, amax_history, amax, fp8_max, key, dtype)
-    step_ended.data.fill_(False)
+    use = _Use(*arguments)
+    new_scale = _roll_if(use.step_ended, use)
+    use.step_ended.data.fill_(False)
     return new_scale
 
 
-def begin_graph(
-    scale: Tensor,
-    amax_history: Tensor,
-    amax: Tensor,
-    fp8_max: Tensor,
-    step_ended: Tensor,
-    held: Tensor,
-    key: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def begin_graph(*arguments: Any) -> Tensor:
     """Roll the history for a graph whose every call is a step unless held; mark this call's step as ended, too.
 
     It is `begin_use` for such graphs. Their backwards do not write `step_ended`, so they need not read the flags, and
     several forwards may run before their backwards.
     """
-    released = held.logical_not()
-    new_scale = _roll_if(step_ended | released, scale, amax_history, amax, fp8_max, key, dtype)
-    step_ended.data.copy_(released)
+    use = _Use(*arguments)
+    released = use.held.logical_not()
+    new_scale = _roll_if(use.step_ended | released, use)
+    use.step_ended.data.copy_(released)
     return new_scale
 
 
-def _roll_if(
-    ended: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor, fp8_max: Tensor, key: str, dtype: torch.dtype
-) -> Tensor:
+def _roll_if(ended: Tensor, use: _Use) -> Tensor:
     """Roll in place if `ended` bool[] is true; return the scale f32[] for this use."""
-    recipe = _recipes[key]
-    fp8_max.data.fill_(scaling.fp8_max(dtype))
+    use.fp8_max.data.fill_(scaling.fp8_max(use.dtype))
     new_scale, history = scaling.roll_history(
-        scale.reshape(1),
-        amax_history.unsqueeze(1),
-        amax=torch.where(ended, amax, scaling.NOTHING).reshape(1),
-        fp8_max=fp8_max,
-        next_scale=next_scale_of(recipe),
+        use.scale.reshape(1),
+        use.amax_history.unsqueeze(1),
+        amax=torch.where(ended, use.amax, scaling.NOTHING).reshape(1),
+        fp8_max=use.fp8_max,
+        next_scale=next_scale_of(_recipes[use.key]),
     )
     new_scale = new_scale.reshape(())
-    amax_history.data.copy_(history.squeeze(1))
-    scale.data.copy_(new_scale)
-    amax.data.copy_(torch.where(ended, scaling.NOTHING, amax))
+    use.amax_history.data.copy_(history.squeeze(1))
+    use.scale.data.copy_(new_scale)
+    use.amax.data.copy_(torch.where(ended, scaling.NOTHING, use.amax))
     return new_scale
 
 
