@@ -8,7 +8,8 @@ docs/roofline.md. Sources of constants: there, here and in hardware.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
@@ -30,7 +31,6 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 from fp8pass.scaling import E4M3, FP8_DTYPES
-from fp8pass.varying import Intervals, Varying
 
 # Speed of a large matmul kernel by its scales, relative to one with a single scale for the tensor.
 KERNEL_SHARE = {
@@ -47,7 +47,7 @@ KERNEL_SHARE = {
 
 
 Size = Any
-"""A size in elements: an int; a sympy expression of sizes that vary from call to call; or a `Varying`, to solve for."""
+"""A size in elements: an int, or a sympy expression of sizes that vary from call to call."""
 Seconds = Any
 """A time: a float, or what the sizes are."""
 
@@ -55,13 +55,7 @@ Seconds = Any
 def _longer(one: Seconds, other: Seconds) -> Seconds:
     if isinstance(one, sympy.Basic) or isinstance(other, sympy.Basic):
         return sympy.Max(one, other)
-    if isinstance(one, Varying) or isinstance(other, Varying):
-        return one.longer(other) if isinstance(one, Varying) else other.longer(one)
     return max(one, other)
-
-
-def _shorter(one: Seconds, other: Seconds) -> Seconds:
-    return -1 * _longer(-1 * one, -1 * other)
 
 
 def memory_seconds(target: Target, bytes_moved: Size, share: str = "memory_share") -> Seconds:
@@ -285,39 +279,89 @@ def pays_from(
 ) -> Intervals | None:
     """Solve the prediction for the size that varies: return where a call's predicted speed-up reaches `min_speedup`.
 
-    m, k, n: ints, or polynomials of one symbol, `ROWS` say: the intervals are of the values of this symbol. None if the
-    recipe has no kernel on this kind of GPU. A prediction is a quotient of sums of polynomials from one kink to the
-    next, where another of two times becomes the longer one: it is solved exactly, and need not rise with the size.
+    m, k, n: ints, or polynomials of one symbol, for example `ROWS`: the intervals are of the values of this symbol.
+    None if the recipe has no kernel on this kind of GPU, or if one of several sizes falls where another one rises. The
+    speed-up need not rise with the size.
     """
+    if not has_kernel(recipe, target):
+        return None
     sizes = m, k, n
     (x,) = set().union(*(size.free_symbols for size in sizes if isinstance(size, sympy.Basic)))
-    m, k, n = (_varying(size, x) for size in sizes)
-    seconds = predicted_seconds(target, m, k, n, recipe, element_size, training)
-    if seconds is None:
+    if not _fp8_kinds(recipe, training):  # the two times are one, which no bisection needs to find out
+        return ((1, None),) if min_speedup <= 1 else ()
+    polynomials = [[float(c) for c in sympy.Poly(size, x).all_coeffs()] for size in sizes]
+    if any(c < 0 for terms in polynomials for c in terms[:-1]):
         return None
 
-    def pays(value: int) -> bool:
-        m, k, n = (int(size.subs(x, value)) if isinstance(size, sympy.Basic) else size for size in sizes)
-        return bool(predicted_speedup(target, m, k, n, recipe, element_size, training) >= min_speedup)
+    def times(value: int) -> tuple[float, float]:
+        m, k, n = (max(0.0, functools.reduce(lambda total, c: total * value + c, p)) for p in polynomials)
+        seconds = predicted_seconds(target, m, k, n, recipe, element_size, training)
+        assert seconds is not None
+        return seconds[0], seconds[1] * min_speedup
 
-    high_precision, fp8 = seconds
-    difference: Varying = high_precision - fp8 * min_speedup
-    return difference.where(pays)
-
-
-def _varying(size: Size, x: sympy.Symbol) -> Any:
-    if not isinstance(size, sympy.Basic):
-        return size
-    return Varying.polynomial([float(c) for c in reversed(sympy.Poly(size, x).all_coeffs())])
+    return where(times)
 
 
-def merged_seconds_saved(
+Intervals = tuple[tuple[int, int | None], ...]
+"""Integers from 1 on, as (first, last) of each interval, in ascending order; last is None if there is no last one."""
+LARGEST = 1 << 32
+"""The integer from which on nothing changes: no tensor has as many rows."""
+ROUNDING = 1e-12
+"""Times whose quotient differs from 1 by less are equal: each is a sum of rounded numbers."""
+
+
+def where(times: Callable[[int], tuple[float, float]]) -> Intervals:
+    """Return the integers from 1 on at which the first of two times is not shorter than the second one.
+
+    times: the two for an integer. Both must be convex, as sums of the longer ones of times that rise evenly are.
+    """
+    at = functools.cache(times)
+    found: list[tuple[int, int]] = []
+    open_ = [(1, LARGEST)]
+    while open_:
+        low, high = open_.pop()
+        holds = _holds_throughout(at, low, high)
+        if holds is None:
+            middle = _middle(low, high)
+            open_ += [(middle, high), (low, middle - 1)]
+        elif holds:
+            low = found.pop()[0] if found and found[-1][1] == low - 1 else low
+            found.append((low, high))
+    return tuple((low, None if high == LARGEST else high) for low, high in found)
+
+
+def _middle(low: int, high: int) -> int:
+    return max(low + 1, math.isqrt(low * high))
+
+
+def _holds_throughout(at: Callable[[int], tuple[float, float]], low: int, high: int) -> bool | None:
+    """Return whether the first time is not shorter anywhere from `low` to `high`; None if that is not known.
+
+    Between two integers, a convex time is not above the straight line from one to the other, and it is below by at most
+    what it is below at a middle, times the quotient of the distance to the farther end and that of both.
+    """
+    ends = at(low), at(high)
+    holds, other = (first >= second * (1 - ROUNDING) for first, second in ends)
+    if holds != other:
+        return None
+    if high - low < 2:
+        return holds
+    middle = _middle(low, high)
+    share = (middle - low) / (high - low)
+    which = 0 if holds else 1  # the time that would have to be shorter in between
+    start, inside, end = ends[0][which], at(middle)[which], ends[1][which]
+    below = start + (end - start) * share - inside - ROUNDING * end
+    nearest = min(abs(first - second) for first, second in ends)
+    return holds if below / min(share, 1 - share) <= nearest else None
+
+
+def merged_seconds(
     target: Target, m: Size, k: int, widths: Sequence[int], recipe: Recipe, element_size: int
-) -> Seconds:
-    """Predict the seconds that merging calls that read one input saves in training: [M, K] by [K, N] for each width N.
+) -> tuple[Seconds, Seconds]:
+    """Predict two times of calls that read one input, in training: merging them saves the first minus the second.
 
-    Each separate call runs in high precision or FP8, whichever is faster, and their input is quantized once. They give
-    one gradient of the input each, which a kernel adds up.
+    The calls are [M, K] by [K, N] for each width N. Each separate call runs in high precision or FP8, whichever is
+    faster, and their input is quantized once. They give one gradient of the input each, which a kernel adds up.
     """
     of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
 
@@ -327,6 +371,8 @@ def merged_seconds_saved(
         )
         return call_seconds(target, m, k, n, of, element_size, training=True) + around
 
-    apart = sum(_shorter(seconds(n, recipe), seconds(n, None)) for n in widths)
+    each = [(seconds(n, recipe), seconds(n, None)) for n in widths]
     added = (len(widths) - 1) * m * k * element_size / target.copy_rate
-    return apart + added - seconds(sum(widths), recipe)
+    # the shorter of two times is their sum without the longer one: both results are convex in M, for `where`
+    longer = sum(_longer(fp8, high_precision) for fp8, high_precision in each)
+    return sum(map(sum, each)) + added, longer + seconds(sum(widths), recipe)

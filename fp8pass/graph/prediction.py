@@ -12,8 +12,7 @@ from fp8pass._torch import example_of
 from fp8pass.graph.sizes import Size, expression, value_at
 from fp8pass.hardware import Target
 from fp8pass.recipes import Recipe
-from fp8pass.roofline import ROWS, Seconds, pays_from, predicted_seconds, predicted_speedup
-from fp8pass.varying import Intervals
+from fp8pass.roofline import ROWS, Intervals, Seconds, pays_from, predicted_seconds, predicted_speedup
 
 
 @dataclass(frozen=True)

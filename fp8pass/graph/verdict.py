@@ -11,8 +11,7 @@ from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.sizes import Size, VaryingSize
 from fp8pass.names import bytes_of
 from fp8pass.recipes import Kind
-from fp8pass.roofline import Seconds
-from fp8pass.varying import Intervals
+from fp8pass.roofline import Intervals, Seconds
 
 Status = Literal["rewritten", "declined"]
 

@@ -41,8 +41,7 @@ from fp8pass.passes.annotate.check import check, has_one_scale
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Part, parts
 from fp8pass.recipes import Recipe
-from fp8pass.roofline import memory_seconds, merged_seconds_saved
-from fp8pass.varying import Varying
+from fp8pass.roofline import memory_seconds, merged_seconds, where
 
 
 class MergeSiblings:
@@ -224,22 +223,26 @@ def should_merge(family: Family, target: Target | None, wanted: bool | None, min
     if (prediction := predict(target, (m, k, sum(widths)), first.recipe, size, True, min_speedup)) is None:
         return False
     if prediction.ends is not None:
-        return _pays_where_it_varies(prediction, functools.partial(_saved, family, target, k=k), bool(wanted))
+        return _pays_where_it_varies(prediction, functools.partial(_apart_and_merged, family, target, k), bool(wanted))
     if prediction.speedup < min_speedup:
         return False
-    return _saved(family, target, m, k) > 0 or bool(wanted)
+    apart, merged = _apart_and_merged(family, target, k, m)
+    return apart > merged or bool(wanted)
 
 
-def _saved(family: Family, target: Target, m: Any, k: int) -> Any:
-    """Predict the seconds that merging saves. m: an int, or a `Varying`."""
+def _apart_and_merged(family: Family, target: Target, k: int, m: int) -> tuple[float, float]:
+    """Predict two times for M rows, of separate calls and of the merged one: see `merged_seconds`."""
     first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
     size = _example(first.node).element_size()
     # 2: a copy reads and writes each element
     copies = sum(memory_seconds(target, 2 * m * n * size) for n, c in zip(widths, family.copied, strict=True) if c)
-    return merged_seconds_saved(target, m, k, widths, first.recipe, size) - copies
+    apart, merged = merged_seconds(target, m, k, widths, first.recipe, size)
+    return apart, merged + copies
 
 
-def _pays_where_it_varies(prediction: Prediction, saved: Callable[[Any], Any], wanted: bool) -> bool:
+def _pays_where_it_varies(
+    prediction: Prediction, apart_and_merged: Callable[[int], tuple[float, float]], wanted: bool
+) -> bool:
     """Return whether siblings merge for every number of rows M: if that saves time wherever the merged call pays.
 
     For fewer rows the merged call stays in high precision, and nothing is split: graphs for few rows and for many, and
@@ -249,7 +252,7 @@ def _pays_where_it_varies(prediction: Prediction, saved: Callable[[Any], Any], w
         return False
     if wanted:
         return True
-    saves = saved(Varying.polynomial((0, 1))).where(lambda m: saved(m) > 0)
+    saves = where(apart_and_merged)
     return all(any(_holds(known, interval) for known in saves) for interval in prediction.pays)
 
 

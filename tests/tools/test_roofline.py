@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import operator
 import random
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from fp8pass.hardware import TARGETS, Target, as_published, target_of
 from fp8pass.recipes import BUILT_IN, NAMED, DelayedScaling, Recipe, StaticScaling
 from fp8pass.roofline import (
     ROWS,
+    Intervals,
     call_seconds,
     gemm_seconds,
     load_machine,
@@ -31,8 +33,8 @@ from fp8pass.roofline import (
     overhead_seconds,
     pays_from,
     predicted_speedup,
+    where,
 )
-from fp8pass.varying import Intervals, Varying
 from tests.helpers import ROOT
 from tests.helpers.harness import expect_text
 from tests.helpers.models import make
@@ -257,6 +259,55 @@ def test_where_it_pays_is_where_a_scan_says_so(recipe: str) -> None:
         assert near == wanted, (target.name, k, n, args, least)
 
 
+MACHINES = {
+    "hopper": Target("hopper", (9, 0), 8e14, 1.6e15, 4e12),
+    "blackwell": Target("blackwell", (10, 0), 2e15, 4e15, 7e12, 4e15),
+    "late start": Target("late start", (9, 0), 8e14, 1.6e15, 1e12, gemm_start=1e-5, launch=1e-6),
+    "hardly faster": Target("hardly", (12, 0), 2.1e14, 2.12e14, 1.1e13, 8.4e14, gemm_start=7e-7, launch=1e-8),
+    "wide memory": Target("wide", (12, 0), 2.1e14, 2.73e14, 1.14e13, 8.4e14, gemm_start=8.6e-8, launch=1.07e-8),
+}
+LAYERS = (
+    (1024, 4096, 2, True, 1.0),
+    (4096, 1024, 4, False, 1.2),
+    (11536, 3856, 4, True, 0.9),
+    (1440, 3056, 4, True, 0.9),
+)
+"""K, N, the size of an element, whether it trains, and the speed-up that it must reach."""
+PAYS: dict[tuple[str, str], tuple[tuple[tuple[int, ...], ...], ...]] = {
+    ("hopper", "delayed"): (((456,),), ((470,),), ((131, 140), (147,)), ((175,),)),
+    ("hopper", "dynamic"): (((833,),), ((1201,),), ((203,),), ((264,),)),
+    ("hopper", "rowwise"): (((1682,),), ((504,),), ((263,),), ((362,),)),
+    ("hopper", "blockwise"): (((755,),), ((516,),), ((153,),), ((198,),)),
+    ("blackwell", "delayed"): (((775,),), ((879,),), ((196,),), ((284,),)),
+    ("blackwell", "dynamic"): (((1692,),), ((3398,),), ((294,),), ((451,),)),
+    ("blackwell", "rowwise"): (((3950,),), ((957,),), ((384,),), ((634,),)),
+    ("blackwell", "mxfp8"): (((1678,),), ((923,),), ((293,),), ((451,),)),
+    ("late start", "delayed"): ((), (), ((1,),), ((1,),)),
+    ("late start", "dynamic"): ((), (), ((972,),), ((2679,),)),
+    ("late start", "rowwise"): ((), (), ((1354,),), ((19295,),)),
+    ("late start", "blockwise"): ((), (), ((8, 41), (728,)), ((1, 500), (1408,))),
+    ("hardly faster", "delayed"): ((), ((55,),), ((1, 6), (17,)), ((1, 8), (16,))),
+    ("hardly faster", "dynamic"): ((), ((100,),), ((22,),), ((22,),)),
+    ("hardly faster", "rowwise"): ((), ((66,),), ((31,),), ((30,),)),
+    ("hardly faster", "mxfp8"): (((25,),), ((26,),), ((18,),), ((17,),)),
+    ("wide memory", "delayed"): (((49,),), ((38,),), ((15,),), ((2, 8), (15,))),
+    ("wide memory", "dynamic"): (((70,),), ((69,),), ((20,),), ((20,),)),
+    ("wide memory", "rowwise"): (((152,),), ((42,),), ((25,),), ((26,),)),
+    ("wide memory", "mxfp8"): (((24,),), ((24,),), ((17,),), ((17,),)),
+}
+"""The intervals of M for each of the layers, without an end that there is not. They were solved as polynomials."""
+
+
+@pytest.mark.parametrize(("machine", "recipe"), PAYS, ids=str)
+def test_where_it_pays_is_what_polynomials_gave(machine: str, recipe: str) -> None:
+    found = (
+        pays_from(MACHINES[machine], ROWS, k, n, NAMED[recipe](), size, training, least)
+        for k, n, size, training, least in LAYERS
+    )
+    known = (tuple((first, *end, None)[:2] for first, *end in intervals) for intervals in PAYS[machine, recipe])
+    assert list(found) == list(known)
+
+
 def test_it_need_not_pay_for_all_larger_sizes() -> None:
     """Where a matmul is as slow in FP8 as its bytes, and quantizing is slow, few rows pay and many do not."""
     odd = replace(H100, fp8_peak=H100.bf16_peak * 1.01, gemm_start=1e-9, launch=1e-9)
@@ -275,12 +326,12 @@ def test_any_formula_of_longer_times_is_solved() -> None:
     for _ in range(150):
         lines = [(numbers.randint(-400, 400), numbers.randint(-9, 9)) for _ in range(6)]
 
-        def formula(x: Any, longer: Any) -> Any:
+        def times(x: int) -> tuple[float, float]:
             a, b, c, d, e, f = ((x * slope + start) for start, slope in lines)  # noqa: B023
-            return longer(a, b) + longer(c, longer(d, x * x * 0.5 - 300)) - longer(e, f) * 2
+            return max(a, b) + max(c, d, x * x * 0.5 - 300), max(e, f) * 2
 
-        solved = formula(Varying.polynomial((0, 1)), lambda a, b: a.longer(b)).where(lambda m: formula(m, max) >= 0)
-        wanted = scanned(lambda m: formula(m, max) >= 0, 1000)
+        solved = where(times)
+        wanted = scanned(lambda m: operator.ge(*times(m)), 1000)
         assert solved == wanted
         several += len(wanted) > 1
     assert several > 8
@@ -291,6 +342,14 @@ def test_the_size_that_varies_may_be_in_several_places() -> None:
     x, recipe = sympy.Symbol("x", positive=True, integer=True), DelayedScaling()
     found = pays_from(H100, 8 * x, 1024, 8 * x, recipe, 2, True)
     assert found == scanned(lambda s: predicted_speedup(H100, 8 * s, 1024, 8 * s, recipe) >= 1, 1500)
+    assert pays_from(H100, 8 * x, 1024, 800 - x, recipe) is None  # a product that rises and then falls
+
+
+def test_a_call_without_fp8_pays_nowhere_or_everywhere() -> None:
+    """Its two times are one: that is known without a search."""
+    recipe = DelayedScaling(high_precision=("output", *GRADIENTS))
+    pays = [pays_from(H100, ROWS, 1024, 1024, recipe, 2, True, least) for least in (0.9, 1.0, 1.1)]
+    assert pays == [((1, None),), ((1, None),), ()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fp8pass.dynamo.outside import RUNS_GRAPHS
 from fp8pass.names import PACKAGE
 
 FLOORS = (
-    ("errors", "fields", "node_meta", "varying"),
+    ("errors", "fields", "node_meta"),
     ("scaling", "versions"),
     ("_torch", "recipes"),
     ("gpu", "inductor", "module_tensors", "names", "quant"),
