@@ -4,7 +4,7 @@ before  backward ends         each rank has recorded the amaxes of its own part 
         all_reduce(MAX)       reduces all slots of all graphs in one vector, while the optimizer runs
 after   next forward          copies the result to the slots, and rolls their histories: alike on every rank
 
-Amaxes are sent as the bits of float32 in int32, which sort as the numbers do: -1, which stands for no amax, below 0,
+Amaxes are sent as the bits of float32 in int32, which sort as the floats do: -1, which means no amax, below 0,
 and NaN above infinity, so that it does not matter how a backend computes the maximum with NaN. All ranks agree on the
 layout of the vector in the first step. Until then no rank knows that the others have the same slots, or that they take
 part at all, so they meet in the store of the process group, which has a timeout. A rank whose slots change later says
@@ -57,7 +57,7 @@ from fp8pass.states.slots import InstanceState, registry
 log = logging.getLogger(__name__)
 
 HEADER = 2
-"""Elements before the amaxes: 1 if this rank's slots have changed, else 0; and the same negated.
+"""Elements before the amaxes: 1 if this rank's slots have changed, otherwise 0; and the same negated.
 
 After the reduction: 1 if the slots of any rank have changed; and -1 if those of all ranks have."""
 WARN_AFTER = 30
@@ -130,11 +130,11 @@ class Reducer:
                 "set reduce_amax=False, or give all ranks equally many batches"
             )
         hook = functools.partial(self._in_backward, [weakref.ref(s) for s in states], may_end)
-        found = differentiable(result)
-        for x in found:
+        outputs = differentiable(result)
+        for x in outputs:
             x.register_hook(hook)  # type: ignore[no-untyped-call]
         for state in states:
-            state.reduction.record(is_complete=not found)
+            state.reduction.record(is_complete=not outputs)
         self.runs(states)
 
     def runs(self, states: Sequence[InstanceState]) -> None:
@@ -188,9 +188,9 @@ class Reducer:
 
     def _add_new(self) -> None:
         """Move the states that are not in the vector from `_running` to `_new`; clear `_running`."""
-        known = {part.state() for part in self._agreed or ()}
+        in_vector = {part.state() for part in self._agreed or ()}
         for state in self._running:
-            if state not in known:
+            if state not in in_vector:
                 self._new[state] = self._new.get(state, False) or state.reduction.unreduced
         self._running.clear()
 
@@ -217,6 +217,8 @@ class Reducer:
     def _start(self, process_group: dist.ProcessGroup) -> None:
         changed = bool(self._new)
         self._send(process_group, changed)
+        # If all ranks have new slots, as after a change of recipe, they all know it and meet in the store now. If only
+        # some have, the others read it in the header of this reduction, and all meet in the next step.
         if changed and self._all_changed():
             self._finish()
             self._agree(process_group)
@@ -230,9 +232,9 @@ class Reducer:
         sizes: list[int] = []
         for part in self._agreed:
             state = part.state()
-            found = [] if state is None else _amaxes(state, self._what.interval)
-            parts += found or [None]
-            sizes += [len(x) for x in found] or [part.size]
+            amaxes_of_part = [] if state is None else _amaxes(state, self._what.interval)
+            parts += amaxes_of_part or [None]
+            sizes += [len(x) for x in amaxes_of_part] or [part.size]
         # -1 for slots that only other ranks still have
         amaxes = [
             torch.full((n,), scaling.NOTHING, device=self._device) if x is None else x
@@ -270,6 +272,7 @@ class Reducer:
         values = torch.split(pending.vector[HEADER:].view(torch.float32), list(pending.sizes))
         pairs = [(to, new) for to, new in zip(pending.parts, values, strict=True) if to is not None]
         if pairs:
+            # .data: no new version of the amaxes, which autograd may have saved for a backward that is still to run
             torch._foreach_copy_([to.data for to, _ in pairs], [new for _, new in pairs])
 
     def _all_changed(self) -> bool:
@@ -303,12 +306,13 @@ class Reducer:
         }
         by_rank = self._told(process_group, told)
         try:
-            trained_only = _trained_only([part.row for part in before], [of["new"] for of in by_rank])
+            trained_only = _trained_only([part.row for part in before], [answer["new"] for answer in by_rank])
         except Fp8Error as error:
             if gone_on_after:
                 raise Fp8Error(f"{error}. On rank {dist.get_rank()}: {'; '.join(gone_on_after)}") from error
             raise
-        kept = [part for part, *there in zip(before, *(of["there"] for of in by_rank), strict=True) if any(there)]
+        by_part = zip(before, *(answer["there"] for answer in by_rank), strict=True)
+        kept = [part for part, *there in by_part if any(there)]
         added = [state for state, is_trained in new.items() if is_trained or not trained_only]
         self._agreed = kept + [_Part(weakref.ref(state), self._row(state), self._size(state)) for state in added]
         self._last_header = None  # the change that it told of is in the vector now
@@ -423,7 +427,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
 def _difference(layouts: Sequence[Any]) -> str:
     """Return a sentence that says how the layouts, one per rank, differ."""
     stages = [sorted({row[-1] for row in layout if row[-1] is not None}) for layout in layouts]
-    if any(mine != stages[0] for mine in stages):
+    if any(of_rank != stages[0] for of_rank in stages):
         return _difference_of_stages(stages)
     have: dict[str, list[int]] = {}
     for rank, layout in enumerate(layouts):
@@ -437,15 +441,15 @@ def _difference(layouts: Sequence[Any]) -> str:
     if some:
         listed = "; ".join(f"{name!r} only on {_ranks(ranks)}" for name, ranks in list(some.items())[:5])
         more = f"; and {len(some) - 5} more" if len(some) > 5 else ""
-        return f"ranks have different FP8 slots, so that their amaxes can't be reduced: {listed}{more}. {advice}"
+        return f"ranks have different FP8 slots, so their amaxes can't be reduced: {listed}{more}. {advice}"
     reference = layouts[0]
     for rank, layout in enumerate(layouts):
-        for mine, theirs in zip(reference, layout, strict=False):
-            if mine != theirs:
-                what = f"under {mine[1]} on rank 0 and under {theirs[1]} on rank {rank}"
-                if mine[1] == theirs[1]:
+        for first, other in zip(reference, layout, strict=False):
+            if first != other:
+                what = f"under {first[1]} on rank 0 and under {other[1]} on rank {rank}"
+                if first[1] == other[1]:
                     what = f"in another order, or in other graphs, on rank 0 than on rank {rank}"
-                return f"the FP8 slots from {_first_difference(mine, theirs)!r} on are {what}. {advice}"
+                return f"the FP8 slots from {_first_difference(first, other)!r} on are {what}. {advice}"
     counts = ", ".join(str(len(layout)) for layout in layouts)
     last = max(layouts, key=len)[-1]
     return f"ranks have different numbers of graphs with FP8 slots ({counts}), the last with {last[0][0]!r}. {advice}"
@@ -453,8 +457,8 @@ def _difference(layouts: Sequence[Any]) -> str:
 
 def _difference_of_stages(stages: Sequence[Sequence[int]]) -> str:
     have: dict[int, list[int]] = {}
-    for rank, mine in enumerate(stages):
-        for stage in mine:
+    for rank, of_rank in enumerate(stages):
+        for stage in of_rank:
             have.setdefault(stage, []).append(rank)
     listed = "; ".join(f"stage {stage} only on {_ranks(ranks)}" for stage, ranks in sorted(have.items())[:5])
     return (
@@ -463,9 +467,9 @@ def _difference_of_stages(stages: Sequence[Sequence[int]]) -> str:
     )
 
 
-def _first_difference(mine: Any, theirs: Any) -> str:
-    pairs = zip(mine[0], theirs[0], strict=False)
-    return str(next((a for a, b in pairs if a != b), mine[0][0]))
+def _first_difference(row: Any, other: Any) -> str:
+    pairs = zip(row[0], other[0], strict=False)
+    return str(next((a for a, b in pairs if a != b), row[0][0]))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

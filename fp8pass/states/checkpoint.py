@@ -55,11 +55,11 @@ class _Loaded:
 class State:
     """The delayed-scaling state of a module, by slot name. Stateful: `state_dict()`, `load_state_dict()`.
 
-    Each slot, `layers.0.mlp.up.weight` say, has three plain tensors: `....scale` f32[] (0 until the slot has seen
+    Each slot, such as `layers.0.mlp.up.weight`, has three plain tensors: `....scale` f32[] (0 until the slot has seen
     data), `....amax_history` f32[H], newest first, and `....amax` f32[], the running amax of the current step (-1:
     nothing recorded). The state dict also has `steps` i64[], the training steps so far, `recipe` u8[512], the recipe's
-    text, and on GPUs `target` u8[1024], the figures by which it was decided what runs in FP8: a run that loads
-    the state before its first call decides by these, unless the option `target` or `machine` names others.
+    text, and on GPUs `target` u8[1024], the GPU figures that decided what runs in FP8: a run that loads the
+    state before its first call decides by these, unless the option `target` or `machine` names others.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,10 +101,10 @@ class State:
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
             return {}
-        found = {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
+        state_dict = {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
         if target := self._target():
-            found[TARGET] = as_tensor(target, _TARGET_BYTES)
-        return found
+            state_dict[TARGET] = as_tensor(target, _TARGET_BYTES)
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Restore a state that `state_dict` returned, before or after the first call of the compiled module.
@@ -120,7 +120,7 @@ class State:
 
         Raises:
             Fp8Error: If keys do not belong to a slot, slots are incomplete or of wrong sizes, or values are such as
-                training never leaves, NaN for example. With `strict` also if the state lacks slots of the module, has
+                training never leaves (NaN, for example). With `strict` also if the state lacks slots of the module, has
                 slots of layers that the module lacks (once the module has been trained: any slots that the module
                 lacks), or was saved under another recipe. The message lists the keys, slots or values.
         """
@@ -135,9 +135,9 @@ class State:
                 "fp8pass.state(model).as_saved(metadata), or call the model once, with gradients, before that"
             )
         located = self._located()
-        known = {name for _, names in located for name in names}
-        entries = _regrouped(entries, known)
-        missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
+        slots = {name for _, names in located for name in names}
+        entries = _regrouped(entries, slots)
+        missing, extra = sorted(slots - set(entries)), sorted(set(entries) - slots)
         trained = any(state.table.training for state, _ in located)
         module = self._module()
         unknown = _unknown(entries, module) if module is not None and not trained else ""
@@ -155,12 +155,13 @@ class State:
                     "strict=False."
                 )
         elif missing or (extra and trained):
-            log.warning("the loaded FP8 state has nothing for %s; its slots %s are left out", missing, extra)
-            entries = {name: entry for name, entry in entries.items() if name in known or not trained}
+            log.warning("the loaded FP8 state lacks %s; its slots %s are left out", missing, extra)
+            entries = {name: entry for name, entry in entries.items() if name in slots or not trained}
         elif unknown:
             log.warning(
                 "the loaded FP8 state has slots of layers that the model does not have, which are left out: %s", unknown
             )
+        # only now, after all checks: a load that raises leaves the target, the counts and the slots as they were
         if TARGET in state_dict:
             load_target(_target_in(as_text(state_dict[TARGET])))
         self._steps = steps
@@ -226,8 +227,8 @@ class State:
         return Saved(self, empty, strict)
 
     def _write(self, state: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
-        found = {inner: entries[name] for name, inner in names.items() if name in entries}
-        state.write(found, anew=bool(saved) and not _is_among(recipe_text([state]), saved))
+        by_inner = {inner: entries[name] for name, inner in names.items() if name in entries}
+        state.write(by_inner, anew=bool(saved) and not _is_among(recipe_text([state]), saved))
 
     def _target(self) -> str:
         """Return the text of the target that was last compiled for, on the GPU of the module; "" if there is none."""
@@ -246,9 +247,9 @@ class State:
     def _states(self) -> list[InstanceState]:
         """Return all instance states of the module, oldest first, including those without slots."""
         module = self._module()
-        mine = ids_of(module) if module is not None else set()
+        ids = ids_of(module) if module is not None else set()
         states = (s for s in registry.states() if s.table.remembers)
-        return [s for s in states if any(id(t) in mine for t in s.owned_tensors())]
+        return [s for s in states if any(id(t) in ids for t in s.owned_tensors())]
 
     def _located(self) -> list[tuple[InstanceState, dict[str, str]]]:
         """Return the instance states with slots, oldest first, each with {name in this module: name in the graph}.
@@ -272,7 +273,7 @@ class State:
         Graphs of evaluation come first, because they only read.
         """
         entries = {name: {p: x.clone() for p, x in entry.items()} for name, entry in self._loaded.entries.items()}
-        located = sorted(self._located(), key=lambda of: (of[0].table.training, of[0].tracker.last_used_at))
+        located = sorted(self._located(), key=lambda pair: (pair[0].table.training, pair[0].tracker.last_used_at))
         for state, names in located:
             read = state.read()
             entries.update({name: read[inner] for name, inner in names.items()})
@@ -294,8 +295,8 @@ class State:
             several = [name for name in names if f"{name}~1" in loaded.entries or "~" in name]
             if several:
                 log.warning(
-                    "%s: several graphs give these slots one name, and take the loaded states in the order in which "
-                    "they run first; let that be the order of the run that saved them",
+                    "%s: several graphs use these slot names, and take the loaded states in the order in which they "
+                    "first run: run them in the order of the run that saved them",
                     ", ".join(several),
                 )
             absent = [name for name in names if name not in loaded.entries]
@@ -308,7 +309,7 @@ class State:
                         "model and recipe that it was saved from, or the part that fits, with strict=False."
                     )
             elif absent:
-                log.warning("the loaded FP8 state has nothing for %s; they begin without history", ", ".join(absent))
+                log.warning("the loaded FP8 state lacks %s; they begin without history", ", ".join(absent))
             self._write(state, names, loaded.entries, loaded.recipe)
 
 
@@ -364,8 +365,8 @@ def _renames(module: nn.Module | None, state: InstanceState) -> tuple[list[_Rena
         for path, tensor in named_tensors(module):
             paths.setdefault(id(tensor), []).append(without_wrappers(path))
     renames = [
-        _rename(relative, paths[id(mine)]) if id(mine) in paths else None
-        for mine, relative in zip(state.owned_tensors(), state.table.owned, strict=True)
+        _rename(relative, paths[id(tensor)]) if id(tensor) in paths else None
+        for tensor, relative in zip(state.owned_tensors(), state.table.owned, strict=True)
     ]
     votes = Counter(filter(None, renames))
     return renames, votes.most_common(1)[0][0] if votes else None
@@ -380,11 +381,11 @@ def recipe_text(states: Sequence[InstanceState]) -> str:
 
 
 def check_recipe(saved: str, own: str) -> None:
-    """Raise Fp8Error if a state was saved under recipes that lack one of a model's. Both are of `recipe_text`."""
+    """Raise Fp8Error if a model has a recipe that its state was not saved under. Both: a result of `recipe_text`."""
     if saved and own and not _is_among(own, saved):
         raise Fp8Error(
             f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
-            "to keep its histories and compute scales anew, or train with the recipe that it was saved under."
+            "to keep its histories and recompute scales, or train with the recipe that it was saved under."
         )
 
 
@@ -405,7 +406,7 @@ def as_text(encoded: Tensor) -> str:
 
 
 def _target_in(text: str) -> Target:
-    """Return the target that a state was saved under. Raises Fp8Error if the text is none."""
+    """Return the target that a state was saved under. Raises Fp8Error if the text does not describe one."""
     try:
         return from_json(text, f"{TARGET!r} in the saved FP8 state")
     except ValueError as error:
@@ -488,8 +489,8 @@ def check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> Non
     if wrong:
         shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise Fp8Error(
-            f"wrong numbers in the saved FP8 state: {shown}; scales and amaxes are finite and 0 or more, an amax that "
-            "is not there is -1, and only on_nonfinite='freeze' leaves NaN and inf in amaxes. Load another checkpoint"
+            f"wrong values in the saved FP8 state: {shown}; scales and amaxes are finite and 0 or more, a missing amax "
+            "is -1, and only on_nonfinite='freeze' leaves NaN and inf in amaxes. Load another checkpoint"
         )
 
 
@@ -517,7 +518,7 @@ def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
     not known.
     """
     merged = {part: name for name in entries for part in parts_of(name) if part != name}
-    found: dict[str, Entry] = {}
+    regrouped: dict[str, Entry] = {}
     used: set[str] = set()
     for name in sorted(wanted - set(entries)):
         parts = parts_of(name)
@@ -525,11 +526,11 @@ def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
         if not name.rpartition(".")[2].startswith("input") and name not in merged and len(sources) < len(parts):
             continue  # a part that is not saved may have the largest amax; all parts have one input, saved once
         if sources:
-            found[name] = _together([entries[source] for source in sources])
+            regrouped[name] = _together([entries[source] for source in sources])
             used.update(sources)
-    if found:
-        log.warning("the loaded FP8 state has %s; %s begin with that", ", ".join(sorted(used)), ", ".join(found))
-    return {**{name: entry for name, entry in entries.items() if name not in used}, **found}
+    if regrouped:
+        log.warning("the loaded FP8 state has %s; %s begin with that", ", ".join(sorted(used)), ", ".join(regrouped))
+    return {**{name: entry for name, entry in entries.items() if name not in used}, **regrouped}
 
 
 def _together(entries: Sequence[Entry]) -> Entry:

@@ -109,7 +109,7 @@ class ScaleState(nn.Module):
 
     def begin_accumulation(self) -> None:
         """Make all uses until `end_accumulation` one step, whatever backwards run between; the first begins it."""
-        self.step_ended.logical_or_(self.held.logical_not())
+        self.step_ended.logical_or_(self.held.logical_not())  # within another accumulation, the step goes on
         self.held.fill_(True)
 
     def end_accumulation(self) -> None:
@@ -119,7 +119,7 @@ class ScaleState(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ScaleState:
         """Move the buffers with the model, without its casts: `Module.to`, `half` and the like call this."""
-        before = dict(self._buffers)
+        before = dict(self._buffers)  # in float32: a cast to half would round scales, and overflow amaxes
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers[name]
@@ -294,6 +294,8 @@ def _roll_if(ended: Tensor, use: _Use) -> Tensor:
         next_scale=next_scale_of(_recipes[use.key]),
     )
     new_scale = new_scale.reshape(())
+    # With NOTHING as the amax, `roll_history` returns scale and history unchanged. A `where` on the device instead of a
+    # branch: reading `ended` would synchronize, and break the graph under Dynamo.
     use.amax_history.data.copy_(history.squeeze(1))
     use.scale.data.copy_(new_scale)
     use.amax.data.copy_(torch.where(ended, scaling.NOTHING, use.amax))
@@ -346,8 +348,8 @@ class ByState:
     def __call__(self, x: Tensor, scale: Tensor, amax: Tensor | None = None) -> Tensor:
         """Quantize and dequantize `x`, and record its amax in `amax` f32[], in place, unless that is None."""
         new = scaling.amax(x)
-        own = scale_of(self.recipe, new, scaling.fp8_max(self.dtype))
-        scale = torch.where(scale == 0, own, scale)
+        scale_of_x = scale_of(self.recipe, new, scaling.fp8_max(self.dtype))
+        scale = torch.where(scale == 0, scale_of_x, scale)
         x_q = scaling.quantize(x, scale, self.dtype)
         if amax is not None:
             amax.data.copy_(scaling.merge_amax(amax, new, self.recipe.on_nonfinite))

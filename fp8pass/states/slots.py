@@ -147,7 +147,7 @@ class InstanceState:
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """What inputs of graphs compute from the tensors and the parameters, by keys of their own."""
     monitor_buffer: MonitorBuffer | None = None
-    """The numbers that the numerics monitor has counted; only in the state of a table without slots."""
+    """The counts of the numerics monitor; only in the state of a table without slots."""
 
     @property
     def reduces(self) -> Reduction | None:
@@ -166,7 +166,7 @@ class InstanceState:
         is a different tensor at each source line: two parts of a forward may call one layer on very different inputs.
         """
         table, ids = self.table, self.owned_ids
-        # each step looks up all keys: a recipe's number has its hash at hand, a recipe computes it
+        # each step looks up all keys: an int is hashed at once, a recipe hashes all its fields
         recipe = _numbers.setdefault(table.recipe, len(_numbers))
         rows = zip(table.names, table.anchors, table.source_lines, strict=True)
         return [
@@ -176,7 +176,7 @@ class InstanceState:
 
     @functools.cached_property
     def owned_ids(self) -> tuple[int, ...]:
-        """The ids of the tensors of the instance, which hold while it exists."""
+        """The ids of the tensors of the instance, valid while it exists."""
         return tuple(map(id, self.owned_tensors()))
 
     def owned_tensors(self) -> list[Tensor | None]:
@@ -206,6 +206,7 @@ class InstanceState:
         t = self.tensors
         if not self.table.remembers:
             return t.scale
+        # a held slot does not roll, so its running amax gives it no scale yet
         recipe, amax = self.table.delayed, torch.where(t.held, scaling.NOTHING, self.amax())
         # 1 for fp8_max: the scales are only compared with 0
         scale, _ = scaling.roll_history(
@@ -225,7 +226,7 @@ class InstanceState:
         return self.tracker.steps - self.cold_since + 1 + self.tracker.forwards_awaiting_backward
 
     def take(self, scale: Tensor, amax_history: Tensor, amax: Tensor) -> None:
-        """Replace the tensors of a step, f32[T], f32[H, T] and f32[T], by new ones: all slots are of the forward."""
+        """Replace the tensors of a step, f32[T], f32[H, T], f32[T]. For tables that have only forward slots."""
         self.tensors = self.tensors._replace(scale=scale, amax_history=amax_history, amax_forward=amax)
 
     def assume_scales(self) -> None:
@@ -286,7 +287,7 @@ class InstanceState:
             ops.begin_step(
                 newest.table.delayed, *tensors, *((amax_weights, weight_copy_scales) if len(amax_weights) else ())
             )
-            newest.tracker.use_elsewhere()
+            newest.tracker.use_elsewhere()  # later than the last sync, so that `begin` copies the rolled slots
 
     def begin_step(self, joins: bool = False) -> None:
         """Begin a step with this graph. joins: True if another graph of the instance has already begun it."""
@@ -343,10 +344,10 @@ class InstanceState:
 
         Counts that forward as repeated.
         """
-        return any(s.tracker.take_recompute() for s in (self, *self._kin()))
+        return any(s.tracker.take_recompute() for s in (self, *self._live_relatives()))
 
-    def _kin(self) -> list[InstanceState]:
-        with registry.lock:
+    def _live_relatives(self) -> list[InstanceState]:
+        with registry.lock:  # another thread may add a state during the iteration
             return list(self.relatives)
 
     def is_trained(self) -> bool:
@@ -356,7 +357,9 @@ class InstanceState:
 
     def _trained(self) -> InstanceState | None:
         """Return the most recently used state of a training graph that shares slots with this one."""
-        return max((r for r in self._kin() if r.table.training), key=lambda r: r.tracker.last_used_at, default=None)
+        return max(
+            (r for r in self._live_relatives() if r.table.training), key=lambda r: r.tracker.last_used_at, default=None
+        )
 
     def amax(self) -> Tensor:
         """Return a copy of the running amax of all slots, f32[T]."""
@@ -368,12 +371,12 @@ class InstanceState:
 
     def begin(self) -> None:
         """Copy shared slots, before every call, from the states of other graphs that were used since."""
-        newer = [r for r in self._kin() if r.tracker.last_used_at > self.tracker.synced_at]
+        newer = [r for r in self._live_relatives() if r.tracker.last_used_at > self.tracker.synced_at]
         # the latest one last, so that its values win
         for other in sorted(newer, key=lambda r: r.tracker.last_used_at):
             self._take(other)
             self.tracker.sync(other.tracker.last_used_at)
-            self.warm &= other.warm
+            self.warm &= other.warm  # a copied slot may still be cold there
             self.reduction.take(other.reduction)
         if self.table.training:
             self.tracker.use()
@@ -381,15 +384,16 @@ class InstanceState:
     @torch.no_grad()
     def _take(self, other: InstanceState) -> None:
         """Copy scale and history of the common slots, and move their running amax if this state will roll it."""
-        mine_, theirs_ = self._common(other.keys)
-        self.tensors.scale[mine_] = other.tensors.scale[theirs_]
-        self.tensors.amax_history[:, mine_] = other.tensors.amax_history[:, theirs_]
+        here, there = self._common(other.keys)
+        self.tensors.scale[here] = other.tensors.scale[there]
+        self.tensors.amax_history[:, here] = other.tensors.amax_history[:, there]
         if self.table.training:
-            amax, their_amax = self.amax(), other.amax()
-            amax[mine_] = torch.maximum(amax[mine_], their_amax[theirs_])
-            their_amax[theirs_] = scaling.NOTHING
+            amax, other_amax = self.amax(), other.amax()
+            amax[here] = torch.maximum(amax[here], other_amax[there])
+            # moved, not copied: the other graph would roll the same amax into a later step, too
+            other_amax[there] = scaling.NOTHING
             self.set_amax(amax)
-            other.set_amax(their_amax)
+            other.set_amax(other_amax)
 
     def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Return the positions of the slots that are among `keys`: in this state, and in `keys`."""
@@ -406,8 +410,8 @@ class InstanceState:
 
     def set_amax(self, amax: Tensor) -> None:
         """Replace the running amax of all slots, f32[T]."""
-        mine = self._amaxes()
-        for part, new in zip(mine, torch.split(amax, [len(part) for part in mine]), strict=True):
+        parts = self._amaxes()
+        for part, new in zip(parts, torch.split(amax, [len(part) for part in parts]), strict=True):
             part.copy_(new)
 
     def fixed_scales(self) -> Tensor:
@@ -472,15 +476,16 @@ class StateRegistry:
     def of(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
         """Return the state of the instance that owns these tensors, for a graph with this table."""
         key = (id(table), *map(id, owned))
-        found = self._of.get(key)
-        # Python reuses the ids of objects that are gone: the entry keeps the table, and its state knows of tensors
-        if found is None or not found[1].alive():
+        # read without the lock, once per call of a graph: a dict's lookup is atomic, and a stale entry is noticed below
+        entry = self._of.get(key)
+        # Python reuses the ids of freed objects: the entry keeps its table alive, and `alive` tells of freed tensors
+        if entry is None or not entry[1].alive():
             with self.lock:
-                found = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
-        return found[1]
+                entry = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
+        return entry[1]
 
     def _find(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState | None:
-        """Return the state of another compilation of the same code (for another batch size, say); None if none."""
+        """Return the state of another compilation of the same code, as for another batch size; None if none."""
         return next((s for s in self._states if _same(s, owned) and s.table == table), None)
 
     def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
@@ -491,9 +496,9 @@ class StateRegistry:
             state = new_state(table, owned)
         # other graphs may already have begun steps of this instance: count those before the current one here too
         state.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
-        keys, mine = set(state.keys), set(map(id, owned))
+        keys, owned_ids = set(state.keys), set(map(id, owned))
         for other in self._states:
-            if not mine.isdisjoint(map(id, other.owned_tensors())):
+            if not owned_ids.isdisjoint(map(id, other.owned_tensors())):
                 state.neighbours.add(other)
                 other.neighbours.add(state)
             if keys & set(other.keys):
@@ -510,10 +515,10 @@ class StateRegistry:
 
     def step_of(self, owned: Sequence[Tensor]) -> int:
         """Return the largest number of steps that one graph has begun with some of these tensors."""
-        mine = set(map(id, owned))
+        owned_ids = set(map(id, owned))
         with self.lock:
             return max(
-                (s.tracker.steps for s in self._states if any(id(t) in mine for t in s.owned_tensors())), default=0
+                (s.tracker.steps for s in self._states if any(id(t) in owned_ids for t in s.owned_tensors())), default=0
             )
 
     def drop(self, tables: Sequence[SlotTable]) -> None:

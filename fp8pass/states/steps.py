@@ -74,13 +74,13 @@ class _PipelineStep(_Step):
     microbatches: set[int] = field(default_factory=set)
     newest: int = -1
 
-    def take(self, microbatch: int, graph: Hashable, of: int | None) -> None:
+    def take(self, microbatch: int, graph: Hashable, chunks: int | None) -> None:
         """Note that a graph is called for a microbatch; begin the next step if the step has had the microbatch.
 
-        The newest microbatch may call several graphs without ending the step. of: number of microbatches; if it is 1,
-        the next step begins when a graph is called that the step has had already.
+        The newest microbatch may call several graphs without ending the step. chunks: number of microbatches; if it is
+        1, the next step begins when a graph is called that the step has had already.
         """
-        is_newest = microbatch == self.newest and not (of == 1 and graph in self.begun)
+        is_newest = microbatch == self.newest and not (chunks == 1 and graph in self.begun)
         if microbatch in self.microbatches and not is_newest:
             self.begun.clear()
             self.microbatches.clear()
@@ -111,14 +111,14 @@ def accumulate(module: Any) -> Iterator[None]:
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
-    mine = _Accumulation(module=module)
+    accumulation = _Accumulation(module=module)
     scale_states = [m for m in modules_of(module) if isinstance(m, ScaleState)]
     with ExitStack() as stack:
         for scale_state in scale_states:
             stack.enter_context(_holding(scale_state))
         stack.enter_context(postponed())
-        _accumulations.append(mine)
-        stack.callback(_accumulations.remove, mine)
+        _accumulations.append(accumulation)
+        stack.callback(_accumulations.remove, accumulation)
         yield
 
 
@@ -150,7 +150,8 @@ def begin_step(state: InstanceState) -> None:
     for tell in registry.on_step:  # before the step begins: `State.judge` looks at the steps that have ended
         tell(state)
     step = _step_of_pipeline(call, state)
-    # torch.distributed.pipelining runs all forwards of a DDP module under no_sync, so no_sync says nothing there
+    # torch.distributed.pipelining runs all forwards of a DDP module under no_sync, so no_sync says nothing there.
+    # `accumulate` is called there too: it clears what a forward outside of the pipeline has noted.
     goes_on = state.tracker.accumulate(step is None and ddp_goes_on()) and step is None
     holds = goes_on or state.reduction.awaits_backward
     if step is None and not _accumulations:
@@ -161,10 +162,10 @@ def begin_step(state: InstanceState) -> None:
         begins(state)
         return
     slots, graph = _covered(state, step)
-    state.hold([holds or (of is not None and key in of.begun) for key, of in slots])
-    key, of = graph
-    if not holds and (of is None or key not in of.begun):
-        state.begin_step(joins=of is not None and any(_key(s) in of.begun for s in state.neighbours))
+    state.hold([holds or (around is not None and key in around.begun) for key, around in slots])
+    key, around = graph
+    if not holds and (around is None or key not in around.begun):
+        state.begin_step(joins=around is not None and any(_key(s) in around.begun for s in state.neighbours))
     _begin(slots, graph)
     begins(state)
 
@@ -179,18 +180,19 @@ _Covered = tuple[Hashable, _Step | None]
 
 
 def _begin(slots: Sequence[_Covered], graph: _Covered) -> None:
-    for key, of in (*slots, graph):
-        if of is not None:
-            of.begun.add(key)
+    for key, step in (*slots, graph):
+        if step is not None:
+            step.begun.add(key)
 
 
 def _covered(state: InstanceState, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
     """Return the key of each slot, and of the whole graph, with the outermost accumulation that covers it.
 
-    `otherwise` stands where no accumulation covers it.
+    `otherwise` is used where no accumulation covers the slot or the graph.
     """
     ids, around = state.owned_ids, list(_accumulations)  # a copy: other threads may end theirs
     whole = next((a for a in around if a.owns(*ids)), otherwise)
+    # the context that was entered first decides: if it owns the whole instance, it covers every slot
     if not around or whole is around[0]:
         return [(key, whole) for key in state.keys], (_key(state), whole)
     anchors = zip(state.keys, state.table.anchors, strict=True)
@@ -284,8 +286,8 @@ def _frame_of_hooks() -> Any:
     cells = getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ()
     contents = (cell.cell_contents for cell in cells if cell != _EMPTY)  # cells compare by their contents
     # torch's hook of the forward closes over the frame, that of the recomputation over a weak reference to it
-    found = (c() if isinstance(c, weakref.ref) else c for c in contents)
-    return next((c for c in found if isinstance(c, _CheckpointFrame)), None)
+    objects = (c() if isinstance(c, weakref.ref) else c for c in contents)
+    return next((c for c in objects if isinstance(c, _CheckpointFrame)), None)
 
 
 _EMPTY = CellType()
@@ -298,10 +300,10 @@ _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward._
 
 def _contexts_of_stack() -> list[Any]:
     """Return the autograd Function contexts of the running regions with use_reentrant=True, innermost first."""
-    found = []
+    contexts = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in _REENTRANT:
-            found.append(frame.f_locals["ctx"])
+            contexts.append(frame.f_locals["ctx"])
         frame = frame.f_back
-    return found
+    return contexts

@@ -596,7 +596,7 @@ def test_a_loaded_state_that_does_not_fit_is_noticed_at_the_first_call(
             train(compiled(model), [1.0])
         return
     train(compiled(model), [1.0])
-    assert "the loaded FP8 state has nothing for up.input" in caplog.text
+    assert "the loaded FP8 state lacks up.input" in caplog.text
 
 
 def test_slots_of_layers_that_the_model_lacks_are_an_error_before_the_first_call(
@@ -645,7 +645,7 @@ def trained_state() -> dict[str, Tensor]:
 def test_numbers_that_no_training_leaves(key: str, value: float, told: str) -> None:
     saved = {k: v.clone() for k, v in trained_state().items()}
     saved[key].reshape(-1)[0] = value
-    with pytest.raises(fp8pass.Fp8Error, match=f"wrong numbers in the saved FP8 state: {told}; "):
+    with pytest.raises(fp8pass.Fp8Error, match=f"wrong values in the saved FP8 state: {told}; "):
         fp8pass.state(make()).load_state_dict(saved)
 
 
@@ -863,7 +863,7 @@ def test_states_whose_order_matters_are_named(caplog: pytest.LogCaptureFixture) 
     fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
     assert "fc.input" not in caplog.text
     train(annotated(resumed), [1.0])
-    assert "fc.input, fc.grad_output: several graphs give these slots one name" in caplog.text.replace(
+    assert "fc.input, fc.grad_output: several graphs use these slot names" in caplog.text.replace(
         "fc.grad_output, fc.input", "fc.input, fc.grad_output"
     )
 

@@ -391,7 +391,7 @@ def outside_of_the_group() -> str:
 
 def test_a_slot_that_one_rank_lacks_is_an_error_on_all() -> None:
     expected = (
-        "ranks have different FP8 slots, so that their amaxes can't be reduced: 'down.input' only on rank 0; "
+        "ranks have different FP8 slots, so their amaxes can't be reduced: 'down.input' only on rank 0; "
         "'down.weight' only on rank 0; 'down.grad_output' only on rank 0. Compile the same model with the same options "
         "on all ranks. Where their batches differ in size, a rank may decline a matmul for its own few rows: use equal "
         "batches, or set reduce_amax=False"
