@@ -9,10 +9,10 @@ or       y_o = linear(qdq_no_grad(x, by rows), qdq_no_grad(w, by rows))    if th
          y_x = linear(x, qdq_no_grad(w, by columns))                       their operands differently, or not all of
          y_w = linear(qdq_no_grad(x, by columns), w)                       them: the product in three forms; the last
          y_: bf16[B, S, N] = select_gradients(y_o, y_x, y_w, by rows, by columns)    two only contribute gradients
-changes  the numbers, to those of FP8: the annotated graph, run eagerly, is the reference for the compiled one
+changes  values, to those of FP8: the annotated graph, run eagerly, is the reference for the compiled one
 
-The pass runs on Dynamo's graph, in torch functions: its matmuls still have module names, and one graph stands for
-forward and backward. A tensor that several matmuls read in the same way is quantized once. With delayed scaling the
+The pass runs on Dynamo's graph of torch functions: its matmuls still have module names, and autograd derives the
+backward from it. A tensor that several matmuls read in the same way is quantized once. With delayed scaling the
 graph gets the state tensors as inputs after all others, and begins by rolling the amaxes of the last step
 (state_inputs.py). A graph that reads no parameter and no buffer has no instance to keep state for, and is scaled
 dynamically.
@@ -66,7 +66,7 @@ LIMITS = {
 
 
 class Annotate:
-    """The pass over Dynamo's graph and its checkpointed regions. The caller sets grad mode as at the graph's start."""
+    """The pass over Dynamo's graph and its checkpointed regions. The caller sets the grad mode of the graph's start."""
 
     name = "annotate"
 
@@ -107,19 +107,22 @@ class _Annotator(Walk):
 
     def run(self) -> None:
         self._visit_all()
-        of, owned = self.annotation, self.names.owned
+        annotation, owned = self.annotation, self.names.owned
         if self.config.save_fp8 and self.grad_enabled and self.quantized:
             with faults_of(save_fp8.NAME):
-                of.saved = save_fp8.save(self)
-        of.owned_paths = tuple(owned.values())
-        of.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
+                annotation.saved = save_fp8.save(self)
+        annotation.owned_paths = tuple(owned.values())
+        annotation.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
         reduction = self.config.reduction_for(slot.quantizer.recipe for slot in self.slots)
-        of.tables = lift_state(self.graph, of.inputs, self.slots, self.regions, of.owned_paths, self.device, reduction)
-        freeze(self.graph, of.inputs, of.tables, self.slots, self.by_columns)
-        cache(self.graph, of.inputs, of.tables, self.slots, self.regions, self.weights)
+        inputs = annotation.inputs
+        annotation.tables = tables = lift_state(
+            self.graph, inputs, self.slots, self.regions, annotation.owned_paths, self.device, reduction
+        )
+        freeze(self.graph, inputs, tables, self.slots, self.by_columns)
+        cache(self.graph, inputs, tables, self.slots, self.regions, self.weights)
 
     def _visit_all(self, around: tuple[Transform, ...] = ()) -> None:
-        """Annotate `self.graph`. around: the function transforms that the whole graph is inside of."""
+        """Annotate `self.graph`. around: the function transforms that enclose the whole graph."""
         self.inside = transforms(self.graph, around)
         for node in in_its_modes(self.graph):
             if node.op == "get_attr":
@@ -133,23 +136,23 @@ class _Annotator(Walk):
                 self._visit(node)
 
     def _enter(self, call: fx.Node) -> None:
-        """Annotate the body of a checkpointed region, as a part of this graph."""
+        """Annotate the body of a checkpointed region as a part of this graph."""
         body = named_body(self.module, call, self.names)
         self.regions.append(Region(self.graph, call, body))
-        own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
+        outer = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
         self.module, self.graph, self.quantized = body, body.graph, {}  # fx graphs cannot read each other's nodes
         self._visit_all(self.inside.get(call, ()))
-        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = own
+        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = outer
         if any(map(mutates, body.graph.nodes)):  # the body may write into a tensor that this graph has quantized
             self.quantized.clear()
 
     def _enter_branches(self, call: fx.Node) -> None:
-        """Annotate the branches of `torch.cond`, which write nothing: a matmul that needs state is declined."""
-        own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch
+        """Annotate the branches of `torch.cond`, which must not write: a matmul that needs state is declined."""
+        outer = self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch
         for branch in branches_of(self.module, call, self.names):
             self.module, self.graph, self.quantized, self.in_branch = branch, branch.graph, {}, True
-            self._visit_all(own[4].get(call, ()))
-            self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch = own
+            self._visit_all(outer[4].get(call, ()))
+            self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch = outer
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is set_grad_enabled:
@@ -212,7 +215,7 @@ class _Annotator(Walk):
         _decline(choice, reject if keeps else LeftOut("recipe", why))
 
     def _is_of_experts(self, node: fx.Node, signature: MatmulSignature) -> bool:
-        """Return whether the call multiplies batches by a parameter that holds matrices: experts with a capacity."""
+        """Return whether the call multiplies a batch by a parameter f[E, K, N], as experts with a capacity do."""
         a, b = argument(node, signature.a), argument(node, signature.b)
         if not all(isinstance(x, fx.Node) and _dims(x) == 3 for x in (a, b)):
             return False
@@ -224,7 +227,7 @@ class _Annotator(Walk):
         if not isinstance(region, fx.GraphModule) or any(user.target in entered for user in holder.users):
             return  # no graph, or one that is annotated
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
-        why = f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
+        why = f"inside a region of {operators}, which fp8pass does not enter yet; compile its body separately"
         for node in region.graph.nodes:
             if node.op == "get_attr":
                 self._list_region(getattr(region, str(node.target), None), holder)
@@ -257,7 +260,8 @@ class _Annotator(Walk):
         self.device = self.device or device
         if device != self.device:
             raise Reject(
-                "device", f"on {device}, while the state of this graph is on {self.device}; compile each part by itself"
+                "device",
+                f"on {device}, while the state of this graph is on {self.device}; compile each part separately",
             )
 
 
@@ -268,7 +272,7 @@ def _dims(node: fx.Node) -> int:
 
 
 def _untransposed(node: Any) -> Any:
-    """Return the node that `node` is computed from by casts and transposes only: how experts' weights are stored."""
+    """Follow casts and transposes back from `node`: experts' weights may be stored transposed."""
     while isinstance(node, fx.Node) and node.op in ("call_function", "call_method"):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if not _CAST_OR_TRANSPOSE.match(str(name)):
@@ -297,7 +301,7 @@ def _comes_from_fp8(node: fx.Node) -> bool:
         sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("example_value"), Tensor)]
         if node.op not in ("call_function", "call_method") or not sources or not _ELEMENTWISE_OR_VIEW.match(str(name)):
             return False
-        # of a tensor and its scale, follow the one with more dimensions
+        # a tensor and its scale: follow the one with more dimensions
         node = max(sources, key=lambda n: n.meta["example_value"].dim()) if len(sources) > 1 else sources[0]
 
 
@@ -323,10 +327,10 @@ def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> No
         if reason := hardware.why_no_block_kernel(recipe.name, device, target):
             warn_once(
                 f"fp8pass: {reason}. Matmuls with this recipe are computed in high precision from the same FP8 values: "
-                "right, and not faster"
+                "correct, but not faster"
             )
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """Return all nodes that `node` depends on: the tensor that it writes into may be a view of any of them."""
+    """Return all nodes that `node` depends on: it may write into a view of any of them."""
     return set(reach(node.all_input_nodes, lambda n: n.all_input_nodes))

@@ -105,12 +105,12 @@ def check(
 ) -> Call:
     """Raise LeftOut if the recipe or the filter excludes this matmul, Reject if it cannot run in FP8; return the call.
 
-    merged: the recipe of a call that stands for several calls, which were checked one by one. experts: True if the
-    second operand is a parameter that holds a batch of matrices. inside: the function transforms around the call.
+    merged: the recipe, if the call replaces several calls that were checked one by one. experts: True if the second
+    operand is a parameter that holds a batch of matrices. inside: the function transforms around the call.
     """
     operands = argument(node, signature.a), argument(node, signature.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
-        raise Reject("form", f"{signature.name} is called in a form that is not understood: {node.format_node()}")
+        raise Reject("form", f"{signature.name} has arguments that fp8pass does not understand: {node.format_node()}")
     a, b = (o.meta["example_value"] for o in operands)
     _check_dtypes(a, b)
     if inside:
@@ -122,7 +122,7 @@ def check(
     if not isinstance(argument(node, signature.bias), fx.Node | None):
         raise Reject("form", f"{signature.name} adds a number, not a tensor: {node.format_node()}")
     dims = dims_of(signature, node, a, b)
-    sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))  # of a DTensor, what this rank's kernel multiplies
+    sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))  # of this rank's parts of DTensors
     target = hardware.target_of(a.device, config.target)
     may_be_grouped = signature.offs is not None or experts
     no_kernel = why_no_kernel(b, result_type(signature, node), target) if may_be_grouped else None
@@ -157,7 +157,7 @@ def _are_many(sizes: Sizes) -> bool:
 def _why_not_one_launch(
     sizes: Sizes, device: torch.device, dtype: torch.dtype, target: hardware.Target | None, recipe: Recipe | None
 ) -> Reject | None:
-    """Return why many products of one size can't be a grouped matmul, each product a group; None if they can.
+    """Return why a batch of many products can't be one grouped matmul with a group per product; None if it can.
 
     The sum of the second operand's gradient is over M, which must fit the kernel too.
     """
@@ -183,7 +183,7 @@ def _by_rows(recipe: Recipe) -> Recipe:
 
 
 def _check_gathered(recipe: Recipe, weight: Fp8Weight) -> None:
-    """Raise Reject if the recipe has other scales than those with which FSDP gathered a weight."""
+    """Raise Reject if FSDP gathered a weight with other scales than the recipe's."""
     if weight.scales == "tensor" and has_one_scale(recipe):
         return
     if weight.scales == "block" and isinstance(recipe, BlockwiseScaling) and recipe.power_of_2:
@@ -207,7 +207,7 @@ def _kept(recipe: Recipe) -> dict[str, Any]:
 
 
 def _for_frozen(recipe: Recipe, weight: Fp8Weight) -> Recipe:
-    """Return the recipe of a matmul whose weight is kept in FP8: one that has the weight's scales."""
+    """Return a recipe with the scales of a weight that is kept in FP8."""
     kept = _kept(recipe)
     if weight.scales == "block":
         return recipe if isinstance(recipe, BlockwiseScaling) else BlockwiseScaling(**kept)
@@ -217,16 +217,16 @@ def _for_frozen(recipe: Recipe, weight: Fp8Weight) -> Recipe:
 
 
 Splits = Mapping[sympy.Expr, Mapping[int, bool | None]]
-"""For each size that varies: {value from which on a call pays, or ceases to pay: whether the sizes that are compiled
-for are beyond it}, as `split_sizes` has decided; None if it could not.
+"""For each dynamic size: {value from which FP8 begins or ceases to be faster: True if this compilation serves the sizes
+from there on}, as `split_sizes` has decided; None if it could not decide.
 """
 
 
 def check_speedup(call: Call, device: torch.device, config: Config, splits: Splits | None = None) -> None:
     """Raise LeftOut if the predicted speed-up of the call is below `config.min_speedup`.
 
-    If a size varies, the speed-up is that of all sizes that this compilation serves: `split_sizes` has limited it to
-    those on one side of where FP8 begins to pay. If it could not, the largest sizes decide.
+    With a dynamic size, `split_sizes` has limited this compilation to sizes for which FP8 is faster throughout, or
+    slower throughout. If it could not, the largest sizes decide.
     """
     prediction = call.prediction
     if prediction is None or config.min_speedup == 0:
@@ -253,7 +253,7 @@ def check_speedup(call: Call, device: torch.device, config: Config, splits: Spli
 
 
 def _pays(prediction: Prediction, min_speedup: float, splits: Splits) -> bool:
-    """Return whether a call with a size that varies is to run in FP8."""
+    """Return whether a call with a dynamic size is to run in FP8."""
     assert prediction.ends is not None
     if prediction.variable is None or prediction.pays is None:
         return prediction.ends[1] >= min_speedup
@@ -267,13 +267,13 @@ def _pays(prediction: Prediction, min_speedup: float, splits: Splits) -> bool:
         begins, ended = is_beyond(first), False if last is None else is_beyond(last + 1)
         if begins and ended is False:
             return True
-        if begins is None or (begins and ended is None):  # it is not known: the largest sizes decide
+        if begins is None or (begins and ended is None):  # not decided by a guard: the largest sizes decide
             return prediction.ends[1] >= min_speedup
     return False
 
 
 def check_not_left_out(name: str, config: Config, a: Tensor, b: Tensor) -> None:
-    """Raise LeftOut if the recipe or the filter excludes a matmul that can't run in FP8, whatever its sizes are.
+    """Raise LeftOut if the recipe or the filter excludes a matmul that can't run in FP8 at any size.
 
     Only the filter looks at the sizes. Under vmap the operands show those of one example, which may be a vector
     although the matmul of all examples has matrices.
@@ -293,8 +293,8 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
         if over := sharded.partial_over(operand):
             raise Reject(
                 "partial sum",
-                f"an operand is still to be summed up over {' and '.join(over)} of the device mesh, and parts of a sum "
-                "have no scale in common with it; redistribute it first",
+                f"an operand is a partial sum over {' and '.join(over)} of the device mesh, whose amax is not that of "
+                "the sum; redistribute it first",
             )
         if operand.dim() == 0:
             raise LeftOut("vector", "an operand is a scalar")

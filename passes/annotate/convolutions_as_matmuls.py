@@ -6,8 +6,8 @@ after    a: bf16[B, H/4, W/4, C*16] = x.unflatten(3, [-1, 4]).unflatten(2, [-1, 
          y                        = y_.permute(0, 3, 1, 2).contiguous()
 changes  nothing but the order in which sums are rounded; y has the strides of the convolution's result
 
-Along each dimension the kernel is 1, or equals the stride or the size, without padding; there is one group. Of the
-transposed ones, those qualify whose kernel equals their stride. The columns of `a` are in the order of the weight's
+Along each dimension the kernel is 1, or equals the stride or the size, without padding; there is one group. A
+transposed convolution qualifies if its kernel equals its stride. The columns of `a` are in the order of the weight's
 memory, so that its view [O, K] needs no copy: channels first, or last for a weight in channels_last.
 
 Runs on Dynamo's graph, before the annotate pass, which quantizes the linear layer. A convolution that stays in high
@@ -72,7 +72,7 @@ class ConvolutionsAsMatmuls:
 def _rewrite_all(part: Part, context: DynamoContext) -> int:
     graph, operands, applied, stretch = part.module.graph, dict[Hashable, fx.Node](), 0, 0
     for node in in_its_modes(graph):
-        # after a write, or in another grad or autocast mode, an input that was laid out before can't be read again
+        # after a write, or in another grad or autocast mode, an input that was rearranged before can't be read again
         stretch += mutates(node) or node.target in MODE_CHANGES
         conv = match(node)
         if conv is None:
@@ -114,7 +114,7 @@ class Convolution:
 
     @property
     def batch_dims(self) -> int:
-        """1; 0 for an input without a batch dimension."""
+        """The number of batch dimensions: 1, or 0 for an input without one."""
         return _value(self.x).dim() - len(self.kernel) - 1
 
     @property
@@ -142,19 +142,20 @@ def match(node: fx.Node) -> Convolution | None:
     x, weight, bias = at["input"], at["weight"], at["bias"]
     if not (_is_tensor(x) and _is_tensor(weight) and (bias is None or _is_tensor(bias))):
         return None
-    of = {key: _each(default if at.get(key) is None else at[key], dims) for key, default in defaults.items()}
+    arguments = {key: _each(default if at.get(key) is None else at[key], dims) for key, default in defaults.items()}
     if any(
-        isinstance(v, tuple) and not all(isinstance(n, int) for n in v) for v in (*of.values(), _value(weight).shape)
+        isinstance(v, tuple) and not all(isinstance(n, int) for n in v)
+        for v in (*arguments.values(), _value(weight).shape)
     ):
         return None
     return Convolution(
-        node, x, weight, bias, of["stride"], of["padding"], of["dilation"], of["output_padding"], of["groups"][0],
-        transposed,
+        node, x, weight, bias, arguments["stride"], arguments["padding"], arguments["dilation"],
+        arguments["output_padding"], arguments["groups"][0], transposed,
     )  # fmt: skip
 
 
 def _each(value: Any, dims: int) -> Any:
-    """Return an argument for each dimension; "same" and "valid" as they are."""
+    """Return an argument for each dimension; "same" and "valid" unchanged."""
     if isinstance(value, str):
         return value
     value = tuple(value) if isinstance(value, (list, tuple, torch.Size)) else (value,)
@@ -187,7 +188,7 @@ class Layout:
 
 
 def check_convolution(conv: Convolution) -> Layout:
-    """Raise LeftOut unless the convolution is one matmul of its input, cut into pieces, and its weight."""
+    """Raise LeftOut unless the convolution is one matmul of its input, cut into patches, and its weight."""
     operands = [n for n in (conv.x, conv.weight, conv.bias) if n is not None]
     if any(is_traceable_wrapper_subclass(_value(n)) for n in operands):
         raise LeftOut("convolution", f"an operand is a {type(_value(conv.weight)).__name__}, not a plain tensor")
@@ -201,7 +202,7 @@ def check_convolution(conv: Convolution) -> Layout:
 
 
 def _reads_once(kernel: int, stride: int, dilation: int, size: Any, transposed: bool) -> bool:
-    """Return whether each element along a dimension is multiplied by one place of the kernel at most."""
+    """Return whether at most one kernel position multiplies each element along a dimension."""
     if transposed:
         return kernel == stride and (kernel == 1 or dilation == 1)
     if kernel == 1:
@@ -237,7 +238,7 @@ def _channels_first(x: Tensor, before: int) -> Tensor:
 
 
 def _check_wanted(conv: Convolution, names: Names, config: Config, inside: Sequence[Transform]) -> None:
-    """Raise Reject if the linear layer that the convolution is would stay in high precision, as a whole."""
+    """Raise Reject if the equivalent linear layer would stay in high precision as a whole."""
     linear = _as_linear(conv)
     name, _ = names.of(conv.node, name_of(conv.node), [conv.weight, conv.x])
     trains = _value(conv.node).requires_grad
@@ -255,7 +256,7 @@ def _check_wanted(conv: Convolution, names: Names, config: Config, inside: Seque
 
 @torch.no_grad()
 def _as_linear(conv: Convolution) -> fx.Node:
-    """Return the linear layer that the convolution is, in another graph, for checks."""
+    """Return the equivalent linear layer, in another graph, for checks."""
     graph, rows_of = fx.Graph(), conv.x if conv.transposed else conv.node
     rows = _channels_last(_value(rows_of), conv.batch_dims).shape[:-1]
     shapes = {"x": (conv.x, (*rows, conv.summed)), "weight": (conv.weight, (conv.columns, conv.summed))}
@@ -274,7 +275,7 @@ def _as_linear(conv: Convolution) -> fx.Node:
 
 @dataclass(frozen=True)
 class _Operands:
-    """The inputs of convolutions in the form of matmuls: those of one stretch of the graph are shared."""
+    """The inputs of convolutions as matmul operands, shared until a write or a change of mode."""
 
     known: dict[Hashable, fx.Node]
     stretch: int
@@ -311,7 +312,7 @@ def _rows(write: Write, conv: Convolution, last: bool) -> fx.Node:
     cut = [k > 1 for k in conv.kernel]
     for i in reversed(range(n)):
         x = _along(write, x, lead + 1 + i, conv.kernel[i], conv.stride[i])
-    # of each dimension the number of its positions, and of each dimension that is cut the kernel's
+    # the number of positions along each dimension; then, where a dimension is cut, the size of the kernel
     starts = [lead + 1 + i + sum(cut[:i]) for i in range(n)]
     within = [start + 1 for start, is_cut in zip(starts, cut, strict=True) if is_cut]
     x = write(torch.permute, x, [*range(lead), *starts, *((*within, lead) if last else (lead, *within))])
@@ -319,7 +320,7 @@ def _rows(write: Write, conv: Convolution, last: bool) -> fx.Node:
 
 
 def _along(write: Write, x: fx.Node, dim: int, kernel: int, stride: int) -> fx.Node:
-    """Cut one dimension into pieces of the kernel's size, without the remainder."""
+    """Cut one dimension into chunks of the kernel's size, without the remainder."""
     size: Any = _value(x).shape[dim]
     if kernel == 1:
         every = (*[slice(None)] * dim, slice(None, None, stride))
@@ -342,7 +343,7 @@ def _matrix(write: Write, conv: Convolution, last: bool) -> fx.Node:
 
 
 def _bias(write: Write, conv: Convolution, last: bool) -> fx.Node | None:
-    """Return the bias, repeated for each place of a transposed convolution's kernel."""
+    """Return the bias, repeated for each position of a transposed convolution's kernel."""
     places = math.prod(conv.kernel)
     if conv.bias is None or not conv.transposed or places == 1:
         return conv.bias
@@ -351,7 +352,7 @@ def _bias(write: Write, conv: Convolution, last: bool) -> fx.Node | None:
 
 
 def _side_by_side(write: Write, conv: Convolution, layout: Layout, y: fx.Node) -> fx.Node:
-    """Return [B, positions..., places * O] as [B, sizes..., O], in which each position has the kernel's places."""
+    """Return [B, positions..., kernel * O] as [B, sizes..., O]: each position becomes a block of the kernel's size."""
     cut, lead, n = [k for k in conv.kernel if k > 1], conv.batch_dims, len(conv.kernel)
     if not cut:
         return y

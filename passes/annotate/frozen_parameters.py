@@ -18,7 +18,7 @@ def frozen_parameters(module: fx.GraphModule, config: Config) -> dict[int, Scale
     """Return the positions of such parameters among the inputs of Dynamo's graph, with the scales that they get."""
     inputs = module.graph.find_nodes(op="placeholder")
     positions, names = {node: i for i, node in enumerate(inputs)}, Names(inputs)
-    found: dict[int, Scales] = {}
+    scales_of: dict[int, Scales] = {}
     for node in module.graph.nodes:
         if signature_of(node) is not LINEAR:
             continue
@@ -31,13 +31,13 @@ def frozen_parameters(module: fx.GraphModule, config: Config) -> dict[int, Scale
         except Reject:
             continue  # the annotate pass says why
         if not isinstance(call.recipe, StaticScaling):
-            found[positions[weight]] = "block" if isinstance(call.recipe, BlockwiseScaling) else "tensor"
-    return found
+            scales_of[positions[weight]] = "block" if isinstance(call.recipe, BlockwiseScaling) else "tensor"
+    return scales_of
 
 
 def _is_frozen(weight: fx.Node) -> bool:
     """Return whether a plain parameter requires no gradient, and only linear layers read it."""
     value = weight.meta.get("example_value")
     reads = all(signature_of(user) is LINEAR and argument(user, LINEAR.b) is weight for user in weight.users)
-    # the type of its example is that of a plain tensor, not of a subclass
+    # the example of a subclass is a subclass too
     return isinstance(value, nn.Parameter) and not value.requires_grad and reads

@@ -37,7 +37,7 @@ class InlineRegions:
         sources = {p: source_name(p) for p in _inputs(module)}
         inliner = _Inliner()
         inliner.visit(module, graph.nodes, {p: path_of(source) for p, source in sources.items() if source})
-        if inliner.count:  # else all that goes through module.modules() would still meet the bodies
+        if inliner.count:  # otherwise code that walks module.modules() would still see the bodies
             module.delete_all_unused_submodules()
         return inliner.count
 
@@ -121,18 +121,18 @@ def _innermost(node: fx.Node) -> Path | None:
 
 
 def _renames(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[Path, Path]:
-    """Return {module path of the traced call: module path of this call}, found by comparing the paths of both.
+    """Return {module path of the traced call: module path of this call}, from the paths of their operands.
 
     layers.1.up.weight and layers.2.up.weight give {layers.1: layers.2}: their common end lies inside the body.
     """
-    found: dict[Path, Path] = {}
+    renames: dict[Path, Path] = {}
     for old, new in zip(traced, given, strict=True):
         if old is None or new is None:
             continue
         while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
             old, new = old[:-1], new[:-1]
-        found.setdefault(old, new)
-    return found
+        renames.setdefault(old, new)
+    return renames
 
 
 def _rename(node: fx.Node, renames: Mapping[Path, Path], call: int = 0) -> None:
@@ -143,7 +143,7 @@ def _rename(node: fx.Node, renames: Mapping[Path, Path], call: int = 0) -> None:
     stack = {}
     for key, (source, kind) in (node.meta.get("nn_module_stack") or {}).items():
         path = path_of(source)
-        # the longest known beginning: that of the innermost module
+        # the longest prefix that has a rename: that of the innermost module
         start = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in renames), None)
         if start is not None:
             key, source = f"{key}@inlined_{call}", source_of_path((*renames[start], *path[len(start) :]))

@@ -51,7 +51,7 @@ class _Lifter:
         """The input that the backward writes, by the state's `amax` input."""
 
     def visit(self, node: fx.Node) -> None:
-        """Replace the node if it stands for a use of a state."""
+        """Replace the node if it uses a state."""
         args: Any = node.args
         if node.target is scale_state.begin_use:
             self._begin(node, amax=args[2])

@@ -76,14 +76,14 @@ class QuantizeCall:
         a, b, bias = (argument(node, where) for where in (signature.a, signature.b, signature.bias))
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         trains = self.walk.grad_enabled and node.meta["example_value"].requires_grad
-        found = self._quantizers(a, b, trains)
-        if not found:
+        pairs = self._quantizers(a, b, trains)
+        if not pairs:
             return
         with self.graph.inserting_before(node):
             # alpha scales an operand: a float16 product may overflow before it could be scaled
             first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
-            build = self._uniform if is_uniform(found, trains) else self._routed
-            y = build(first, b, found, trains)
+            build = self._uniform if is_uniform(pairs, trains) else self._routed
+            y = build(first, b, pairs, trains)
             if bias is not None:
                 y = self._call(ops.add_bias, (y, bias, node.meta["example_value"].dtype, beta), node)
         node.replace_all_uses_with(y)
@@ -93,7 +93,7 @@ class QuantizeCall:
         """Return the quantizers of each matmul by kind; record matmuls in high precision in `choice.declined`."""
         nodes: dict[Role, fx.Node] = {"input": a, "weight": b, "grad_output": self.call.node}
         tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
-        found: dict[Kind, Pair] = {}
+        pairs: dict[Kind, Pair] = {}
         units = overrides.units_of(self.call.node, self.choice.name, self.walk.calls) if overrides.current() else {}
         for kind in KINDS if trains else KINDS[:1]:
             recipe, name = self.call.recipe, self.choice.name
@@ -105,15 +105,15 @@ class QuantizeCall:
             if isinstance(pair, Reject):
                 self.choice.declined[kind] = pair
             else:
-                found[kind] = pair
-        return found
+                pairs[kind] = pair
+        return pairs
 
     def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
-        """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or its refusal."""
+        """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or why it uses none."""
         trial, (kind, call) = overrides.current(), (unit.kind, self.call)
         assert trial is not None and kind != "moments" and kind != "saved"
-        of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
-        needed = kind == "output" or tensors[of[kind]].requires_grad
+        operand_of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
+        needed = kind == "output" or tensors[operand_of[kind]].requires_grad
         if not (trial.see(unit, call.recipe) if needed else trial.units is None):
             return LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
         tried = list(pair)
@@ -126,21 +126,25 @@ class QuantizeCall:
                 tried[i] = other[i] if other else None
         return tried[0], tried[1]
 
-    def _uniform(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
+    def _uniform(self, a: fx.Node, b: fx.Node, pairs: dict[Kind, Pair], trains: bool) -> fx.Node:
         """Build a call whose three matmuls read the same quantized tensors: autograd derives the backward."""
-        of_a, of_b = found["output"]
+        of_a, of_b = pairs["output"]
         a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
-        # only grad_input sums over the weight's rows, and so reads its transposed copy
+        # kernels want both operands contiguous along the sum, which for grad_input is over the weight's rows: it reads
+        # the transposed copy
         keeps_transpose = self.walk.config.caches_transposes and a.meta["example_value"].requires_grad
         if b_ in self.walk.weights and keeps_transpose:
             self.walk.weights[b_] = replace(self.walk.weights[b_], stored=("x_q", "x_t"))
         y = self._product(a_, b_)
-        return self._quantized(ops.qdq_gradient, (y, found["grad_input"][0]), y, "grad_output") if trains else y
+        return self._quantized(ops.qdq_gradient, (y, pairs["grad_input"][0]), y, "grad_output") if trains else y
 
-    def _routed(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
-        """Build the product three times: for its value, for the gradient of `a`, and for the gradient of `b`."""
+    def _routed(self, a: fx.Node, b: fx.Node, pairs: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """Build the product three times: for its value, for the gradient of `a`, and for the gradient of `b`.
+
+        `select_gradients` returns the first, and gives each of the other two the gradient that it computes.
+        """
         none: tuple[None, None] = (None, None)
-        (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (found.get(kind, none) for kind in KINDS)
+        (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (pairs.get(kind, none) for kind in KINDS)
         operand = functools.partial(self._operand, ops.qdq_no_grad)
         y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
         if not trains:
@@ -171,46 +175,46 @@ class QuantizeCall:
     ) -> fx.Node:
         """Return `x` quantized and dequantized: one node for all matmuls that read it in the same way.
 
-        is_read: False if no matmul reads it, because nobody asks for the matmul's result.
+        is_read: False if no matmul reads it, because the matmul's result is not needed.
         """
         if isinstance(sharded.part_of(x.meta["example_value"]), Fp8Weight):
             return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
-        if isinstance(quantizer, ops.Observe):  # calibration records it under the name of each slot
+        if isinstance(quantizer, ops.Observe):  # calibration records it once for each slot name
             return self._quantized(how, (x, quantizer), x, role)
         offs = self._offs(quantizer)
-        # with grad mode: no gradient passes through a call that was made under no_grad
-        # and with the piece: between functions, a tensor is in high precision
+        # keyed by grad mode, because no gradient passes through a quantize under no_grad; and by the part of the graph,
+        # because the parts become functions, which exchange tensors in high precision
         key = (x, how, quantizer, *offs, self.walk.grad_enabled, self.call.node.meta.get(PIECE))
-        known = self.walk.quantized
-        if key not in known and x in self.walk.quantized_in and isinstance(quantizer, ops.Delayed | ops.Dynamic):
+        quantized = self.walk.quantized
+        if key not in quantized and x in self.walk.quantized_in and isinstance(quantizer, ops.Delayed | ops.Dynamic):
             node = self._call(ops.handed_over, (x, *self._quantized_once(x, role, quantizer)), x)
-            known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
-        elif key not in known:
+            quantized[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
+        elif key not in quantized:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
             parts = self._cached_parts(x, quantizer) if role == "weight" and is_read else ()
             if parts:
                 node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
                 self.walk.weights[node] = Weight(parts, ("x_t" if ops.is_turned(quantizer) else "x_q",))
                 # unlike `operand`, `cached_operand` passes a gradient: without detach the weight would get a second one
-                known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
+                quantized[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
             else:
                 new = (x, quantizer, *offs)
-                known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, new, x, role)
-        return known[key]
+                quantized[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, new, x, role)
+        return quantized[key]
 
     def _quantized_once(self, x: fx.Node, role: Role, quantizer: ops.Delayed | ops.Dynamic) -> list[fx.Node]:
-        """Return the results of `quantize_once`, which stands before the first reader, in the piece that quantizes."""
-        known, piece, transposed = self.walk.quantized, self.walk.quantized_in[x], self.walk.grad_enabled
+        """Return the results of `quantize_once`, placed before the first reader, in the part that quantizes."""
+        quantized, piece, transposed = self.walk.quantized, self.walk.quantized_in[x], self.walk.grad_enabled
         key = x, ops.quantize_once, quantizer, transposed
-        if key not in known:
+        if key not in quantized:
             later = (n for n in self.graph.nodes if n is self.call.node or (n.meta.get(PIECE) or 0) > piece)
             with self.graph.inserting_before(next(later)):
-                node = known[key] = self._quantized(ops.quantize_once, (x, quantizer, transposed), x, role)
+                node = quantized[key] = self._quantized(ops.quantize_once, (x, quantizer, transposed), x, role)
                 node.meta[PIECE] = piece
                 for i, example in enumerate(_quantized_like(x.meta["example_value"], quantizer.dtype, transposed)):
-                    part = known[(*key, i)] = self.graph.call_function(operator.getitem, (node, i))
+                    part = quantized[(*key, i)] = self.graph.call_function(operator.getitem, (node, i))
                     part.meta.update({PIECE: piece, "example_value": example})
-        return [known[(*key, i)] for i in range(2 + transposed)]
+        return [quantized[(*key, i)] for i in range(2 + transposed)]
 
     def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
         """Return the call's group offsets if one of the quantizers works by groups; () if none does."""
@@ -235,8 +239,8 @@ class QuantizeCall:
         if not self.walk.config.caches_transposes and any(
             isinstance(q, ops.Rowwise) and q != quantizer for q in copies
         ):
-            return ()  # the other orientation would take as much memory again
-        # `mutated`: the copy is made between calls, and would lack what this graph writes into the weight before
+            return ()  # a copy scaled along the other dimension would take as much memory again
+        # `mutated`: the copy is made between calls, so it would lack what this graph has written into the weight
         return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
 
     def _is_constant(self, x: fx.Node) -> bool:
@@ -245,7 +249,7 @@ class QuantizeCall:
         return is_whole and x in walk.names.owned and x not in walk.mutated and not walk.grad_enabled
 
     def _frozen(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
-        """Add a node for a parameter that is quantized in advance, since nothing changes it while it is used."""
+        """Add a node for a parameter that is quantized once, before the calls: nothing changes it between them."""
         value = x.meta["example_value"]
         node = self._quantized(ops.frozen_operand, (x, quantizer, value.dtype), x, role)
         if value.dim() == 2 and self.call.dims.contracted("output")[int(role == "weight")] == (0,):
@@ -261,12 +265,12 @@ class QuantizeCall:
             watched.append(Watched(name, role, self.choice.source))
             if not isinstance(quantizer, ops.Stateful):
                 continue
-            # a parameter has one slot wherever it is read; any other tensor may be another one at another line
-            place = "" if walk.names.is_owned(like) else self.choice.source
+            # a parameter has one slot wherever it is read; an activation may be a different tensor at each line
+            line = "" if walk.names.is_owned(like) else self.choice.source
             if self.call.node in walk.merged:
                 # an unmerged call at the same line has other scales, and must not share the state
-                place += " merged"
-            walk.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
+                line += " merged"
+            walk.slots.append(Slot(name, role, self.anchor, line, quantizer, node))
         node.meta[WATCHED] = watched
         if walk.names.is_gathered(like):  # in "custom", which AOTAutograd copies to the ATen nodes
             node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
@@ -274,15 +278,15 @@ class QuantizeCall:
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)
-        # not the sizes that depend on data: `like` defines these
-        new.meta.update({key: of for key, of in like.meta.items() if key != "unbacked_bindings"})
-        if PIECE in self.call.node.meta:  # `like` may be of an earlier piece
+        # a data-dependent size must be bound by one node only, and `like` binds it
+        new.meta.update({key: value for key, value in like.meta.items() if key != "unbacked_bindings"})
+        if PIECE in self.call.node.meta:  # `like` may be in an earlier part of the graph
             new.meta[PIECE] = self.call.node.meta[PIECE]
         return new
 
 
 def _is_cacheable(x: Tensor) -> bool:
-    """Return whether `x` is a parameter in high precision; if it is divided among ranks, its parts are copied."""
+    """Return whether `x` is a parameter in high precision. A sharded one qualifies: each rank copies its shard."""
     return isinstance(x, torch.nn.Parameter) and not isinstance(sharded.part_of(x), Fp8Weight)
 
 

@@ -1,4 +1,4 @@
-"""Choose the quantizers of a matmul call by its recipe: one for each factor of each of its three matmuls.
+"""Choose the quantizers of a matmul call by its recipe: one for each operand of each of its three matmuls.
 
     output         input       @ weight            contracts K
     grad_input     grad_output @ weight            contracts N
@@ -50,13 +50,13 @@ LIMITS = {
 """Lines of docs/limits.md: see `Reject`."""
 
 Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]
-"""The quantizers of the two factors; None for a factor that is not quantized: only in trials of `fp8pass.bisect`."""
+"""The quantizers of the two operands; None for one that is not quantized: only in trials of `fp8pass.bisect`."""
 
 
 def quantizers(
     recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool, name: str = ""
 ) -> Pair | Reject:
-    """Return the quantizers of the two factors of one matmul, or the reason why it stays in high precision.
+    """Return the quantizers of the two operands of one matmul, or the reason why it stays in high precision.
 
     tensors: example tensors by role. record: True if amaxes are recorded. name: of the matmul, for static scales.
     """
@@ -84,7 +84,7 @@ def _may_quantize_gradients(recipe: Recipe, name: str) -> bool:
 
 
 def with_weight_of_now(kind: Kind, pair: Pair) -> Pair:
-    """Return the quantizers of a matmul whose weight is scaled by its amax of the step, instead of earlier ones."""
+    """Return the quantizers with the weight's scale from its current amax instead of its history."""
     tried = zip(FACTORS[kind], pair, strict=True)
     first, second = (_of_now(q) if role == "weight" and isinstance(q, ops.Delayed) else q for role, q in tried)
     return first, second
@@ -94,12 +94,12 @@ def _of_now(quantizer: ops.Delayed) -> ops.Dynamic:
     return ops.Dynamic(DynamicScaling(fp8_format=quantizer.recipe.fp8_format), quantizer.dtype)
 
 
-def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
-    """Return whether all matmuls are quantized, and each tensor in the same way for all matmuls that read it."""
-    if len(found) < (len(FACTORS) if trains else 1):
+def is_uniform(pairs: dict[Kind, Pair], trains: bool) -> bool:
+    """Return whether all matmuls are quantized, and each tensor has one quantizer for all matmuls that read it."""
+    if len(pairs) < (len(FACTORS) if trains else 1):
         return False
     ways: dict[Role, set[ops.Quantizer | None]] = {}
-    for kind, pair in found.items():
+    for kind, pair in pairs.items():
         for role, quantizer in zip(FACTORS[kind], pair, strict=True):
             ways.setdefault(role, set()).add(quantizer)
     return all(len(of) == 1 and None not in of for of in ways.values())
@@ -134,14 +134,14 @@ def quantizer_of(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, .
 
 
 def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int, cut: str = "") -> None:
-    """Raise Reject if the size along `along` is not a known multiple of `block`. cut: what the message calls it."""
+    """Raise Reject if the size along `along` is not a known multiple of `block`. cut: the message's words for it."""
     size: Any = math.prod(x.shape[d] for d in along)
     # a symbolic expression may stand for one number; asking for it in this way adds no guard
-    known = size if isinstance(size, int) else size.node.maybe_as_int()
+    number = size if isinstance(size, int) else size.node.maybe_as_int()
     what = cut or f"{size} elements along the sum"
     shape = f"{recipe.name} scales blocks of {block}, and {role} {list(x.shape)}"
-    if known is None:
+    if number is None:
         raise Reject("block size", f"{shape} has {what}, which is not known when the graph is compiled")
-    if known % block:
+    if number % block:
         advice = "choose such a size, or another recipe for this module"
         raise Reject("block size", f"{shape} has {what}, not a multiple of {block}; {advice}")

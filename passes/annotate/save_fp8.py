@@ -14,11 +14,11 @@ A part of the annotate pass. Where the copied ops end, the original takes the gr
                                      operand again from what is saved
     anywhere else, or after a norm   in `differentiated_as(h, h_)`: a matmul that reads `h` saves its operand as before
 
-A tensor is quantized as the recipe quantizes operands, with a slot of its own, `gate.saved`; by rows if a row of it is
-reduced, as norms do; and not once more if it is quantized for a matmul anyway.
+A tensor is quantized as the recipe quantizes operands, with its own slot, `gate.saved`; by rows if an op reduces its
+rows, as norms do. A tensor that is quantized for a matmul already is not quantized again.
 
-The backward of some ops, attention or softmax, reads the op's own result. If only a matmul reads the result else, the
-pass marks both, and `read_copies` lets the backward read what is quantized for the matmul.
+The backward of some ops, such as attention or softmax, reads the op's own result. If the result's only other reader is
+a matmul, the pass marks both, and `read_copies` lets the backward read what is quantized for the matmul.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def save(walk: Walk) -> list[Saved]:
 
 
 def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
-    """Mark each result that its own op's backward reads and that only a matmul reads else; yield the verdicts."""
+    """Mark each result whose only readers are its own op's backward and a matmul; yield the verdicts."""
     for operand in walk.graph.find_nodes(op="call_function", target=ops.qdq_operand):
         if (result := result_of(operand, found)) is None:
             continue
@@ -109,19 +109,19 @@ def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
         yield Saved(name, _shape(result), short(value.dtype), watched.source, **how)
 
 
-def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
-    """Return the op, attention say, of whose result `operand` quantizes a view; None if others read the result too.
+def result_of(operand: fx.Node, candidates: Candidates) -> fx.Node | None:
+    """Return the op, such as attention, of whose result `operand` quantizes a view; None if others read the result too.
 
     Elementwise ops and matmuls do not read their results in their backward, or are copied.
     """
     node: Any = operand
-    while node is operand or (node in found.again and found.again[node].moves):
+    while node is operand or (node in candidates.again and candidates.again[node].moves):
         node = node.args[0]
-        if not isinstance(node, fx.Node) or not all(_is_ours(user) or user in found.again for user in node.users):
+        if not isinstance(node, fx.Node) or not all(_is_ours(user) or user in candidates.again for user in node.users):
             return None
         if node is not operand.args[0] and len(node.users) > 1:
             return None
-    return node if node in found.keeping else None
+    return node if node in candidates.keeping else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,10 +130,10 @@ def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
 
 @dataclass
 class Candidate:
-    """A tensor that is computed otherwise, and read by the backward of ops that can be computed again.
+    """A tensor that is not computed again, and that the backward of ops reads that are.
 
-    readers: those ops, in the piece of the graph that `piece` numbers. reduced: True if rows of it are reduced.
-    quantizer, verdict: None if it stays as it is.
+    readers: those ops, in the part of the graph that has the number `piece`. reduced: True if rows of it are reduced.
+    quantizer, verdict: None if it stays in high precision.
     """
 
     node: fx.Node
@@ -145,7 +145,7 @@ class Candidate:
 
     @property
     def named_by(self) -> fx.Node:
-        """The node in whose module the tensor is: the innermost of those that compute and that read it."""
+        """The node whose module path names the tensor: itself or its first reader, whichever is in the inner module."""
         return max(self.node, self.readers[0], key=lambda n: len(n.meta.get("nn_module_stack") or ()))
 
 
@@ -163,76 +163,76 @@ class Candidates:
 
 def match(graph: fx.Graph) -> Candidates:
     """Return what the backward of elementwise ops and norms reads, and could read in FP8."""
-    found = Candidates()
+    candidates = Candidates()
     for node in in_its_modes(graph):  # autocast, with which a function may take tensors of several dtypes
         if (op := op_of(node)) is not None:
-            found.again[node] = op
+            candidates.again[node] = op
         elif keeps_its_result(node):
-            found.keeping.add(node)
-    for node, op in found.again.items():
+            candidates.keeping.add(node)
+    for node, op in candidates.again.items():
         if not op.linear:
             for read in float_inputs(node):
-                _provide(found, read, piece_of(node), node)
-    for candidate in found.tensors.values():
-        candidate.reduced = _is_reduced(found, candidate)
-    return found
+                _provide(candidates, read, piece_of(node), node)
+    for candidate in candidates.tensors.values():
+        candidate.reduced = _is_reduced(candidates, candidate)
+    return candidates
 
 
-def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Node) -> None:
-    """Note that the backward of `reader`, in this piece of the graph, reads `node`: make it known.
+def _provide(candidates: Candidates, node: fx.Node, piece: int | None, reader: fx.Node) -> None:
+    """Note that the backward of `reader`, in this part of the graph, reads `node`; add candidates to compute it from.
 
-    Ops of one tensor are gone back through. The result of an op of several is known if it can be computed from tensors
-    that are candidates anyway, and else is one itself.
+    Walks back through unary ops. The result of an op with several inputs is computed again if all of these can be
+    computed from candidates; otherwise it becomes a candidate.
     """
     key = node, piece
-    if key in found.tensors:
-        found.tensors[key].readers.append(reader)
-    if key in found.tensors or _made_of(found, node, piece, set()) is not None:
+    if key in candidates.tensors:
+        candidates.tensors[key].readers.append(reader)
+    if key in candidates.tensors or _made_of(candidates, node, piece, set()) is not None:
         return
-    large = _large_inputs(node) if node in found.again and piece_of(node) == piece else []
+    large = _large_inputs(node) if node in candidates.again and piece_of(node) == piece else []
     if len(large) == 1:
-        _provide(found, large[0], piece, reader)
+        _provide(candidates, large[0], piece, reader)
     # what is broadcast is small, and the caller holds the graph's inputs
     elif node.op not in ("placeholder", "get_attr") and is_as_large(node, reader):
-        found.tensors[key] = Candidate(node, piece, [reader])
+        candidates.tensors[key] = Candidate(node, piece, [reader])
 
 
-def _made_of(found: Candidates, node: fx.Node, piece: int | None, others: set[fx.Node]) -> set[fx.Node] | None:
+def _made_of(candidates: Candidates, node: fx.Node, piece: int | None, unmade: set[fx.Node]) -> set[fx.Node] | None:
     """Return the candidates that `node` can be computed from; None if it needs other tensors.
 
-    A sum of tensors from several candidates is not computed again: a residual stream would be, from its beginning.
-    others: nodes for which None has been returned; not kept for later, since further candidates may be found.
+    A sum of tensors from several candidates is not computed again: this would recompute a whole residual stream.
+    unmade: nodes for which None has been returned; not kept for later, since more candidates may be added.
     """
     key = node, piece
-    if key in found.tensors:
+    if key in candidates.tensors:
         return {node}
-    if key not in found.made_of and node not in others and node in found.again and piece_of(node) == piece:
-        parts = [_made_of(found, n, piece, others) for n in _large_inputs(node)]
+    if key not in candidates.made_of and node not in unmade and node in candidates.again and piece_of(node) == piece:
+        parts = [_made_of(candidates, n, piece, unmade) for n in _large_inputs(node)]
         made = {n for part in parts for n in part or ()}
-        if parts and None not in parts and not (found.again[node].linear and len(made) > 1):
-            found.made_of[key] = made
-    if key not in found.made_of:
-        others.add(node)
-    return found.made_of.get(key)
+        if parts and None not in parts and not (candidates.again[node].linear and len(made) > 1):
+            candidates.made_of[key] = made
+    if key not in candidates.made_of:
+        unmade.add(node)
+    return candidates.made_of.get(key)
 
 
 def _large_inputs(node: fx.Node) -> list[fx.Node]:
     return [n for n in float_inputs(node) if is_as_large(n, node)]
 
 
-def _is_reduced(found: Candidates, candidate: Candidate) -> bool:
-    """Return whether ops that are computed again from the candidate, and from no other one, reduce rows."""
+def _is_reduced(candidates: Candidates, candidate: Candidate) -> bool:
+    """Return whether ops that are computed again from this candidate alone reduce rows."""
 
     def computed_again(node: fx.Node) -> bool:
         key = node, candidate.piece
-        return node in found.again and piece_of(node) == candidate.piece and key not in found.tensors
+        return node in candidates.again and piece_of(node) == candidate.piece and key not in candidates.tensors
 
     met = reach([candidate.node], lambda node: filter(computed_again, node.users))
-    return any(found.again[node].reduces for node in met if node is not candidate.node)
+    return any(candidates.again[node].reduces for node in met if node is not candidate.node)
 
 
 def piece_of(node: fx.Node) -> int | None:
-    """Return the number of the piece of the graph that a node is in."""
+    """Return the number of the part of the graph that a node is in; None if the graph is not split."""
     piece: int | None = node.meta.get(PIECE)
     return piece
 
@@ -241,8 +241,8 @@ def piece_of(node: fx.Node) -> int | None:
 # Check: only refuses.
 
 
-def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> ops.Quantizer:
-    """Return how a tensor is quantized. Raises Reject if it stays as it is."""
+def check(walk: Walk, candidates: Candidates, tensor: Candidate, name: str) -> ops.Quantizer:
+    """Return how a tensor is quantized. Raises Reject if it stays in high precision."""
     node = tensor.node
     if not is_plain(value_of(node)):
         raise Reject("type", f"it is a {type(value_of(node)).__name__} of {short(value_of(node).dtype)}")
@@ -251,7 +251,7 @@ def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> ops.Qu
     recipe, why = within(node, walk.config).recipe_of(name)
     if recipe is None or isinstance(recipe, (StaticScaling, Calibration)):
         raise LeftOut("recipe", why or "no recipe for training selects it")
-    if reader := _reads_it_too(found, node):
+    if reader := _reads_it_too(candidates, node):
         raise Reject("other reader", f"{reader}, so it is kept anyway")
     if _is_tried_otherwise(name, source_of(tensor.readers[0]), recipe):
         raise LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
@@ -263,29 +263,29 @@ def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> ops.Qu
 
 
 def operand_of(tensor: Candidate) -> fx.Node | None:
-    """Return the node that quantizes a tensor for matmuls, in its piece of the graph; None if there is none."""
+    """Return the node that quantizes a tensor for matmuls in its part of the graph; None if there is none."""
     operands = (u for u in tensor.node.users if u.target is ops.qdq_operand and piece_of(u) == tensor.piece)
     return next(operands, None)
 
 
 def _is_tried_otherwise(name: str, source: str, recipe: Recipe) -> bool:
-    """Return whether a trial of `fp8pass.bisect` leaves a tensor as it is."""
+    """Return whether a trial of `fp8pass.bisect` keeps a tensor in high precision."""
     trial = overrides.current()
     return trial is not None and not trial.see(overrides.Unit("saved", name, source), recipe)
 
 
-def _reads_it_too(found: Candidates, node: fx.Node) -> str:
-    """Return a clause about an op whose backward reads `node`, or a view of it, as it is; "" if there is none."""
+def _reads_it_too(candidates: Candidates, node: fx.Node) -> str:
+    """Return a clause about an op whose backward reads the original `node`, or a view of it; "" if there is none."""
     for user in node.users:
         value = user.meta.get("example_value")
         if user.op == "output":
             return "the graph returns it"
-        if user in found.again or _is_ours(user):
-            is_view = user in found.again and _shares_storage(value_of(user), value_of(node))
-            if is_view and (reader := _reads_it_too(found, user)):
+        if user in candidates.again or _is_ours(user):
+            is_view = user in candidates.again and _shares_storage(value_of(user), value_of(node))
+            if is_view and (reader := _reads_it_too(candidates, user)):
                 return reader
         elif isinstance(value, (tuple, list)):  # of views, as `chunk` returns
-            if reader := _reads_it_too(found, user):
+            if reader := _reads_it_too(candidates, user):
                 return reader
         elif not isinstance(value, Tensor) or value.requires_grad:
             return f"{_called(user)} reads it too"
@@ -311,38 +311,40 @@ def _shares_storage(a: Tensor, b: Tensor) -> bool:
 
 
 class _Rewriter:
-    """Builds the copies. twins: the copy of each node, by its piece; the node itself if nothing before it is in FP8."""
+    """Builds the copies. copies: of each node, by its piece; the node itself if nothing before it is in FP8."""
 
-    def __init__(self, walk: Walk, found: Candidates) -> None:
+    def __init__(self, walk: Walk, candidates: Candidates) -> None:
         self.walk = walk
         self.graph = walk.graph
-        self.again = found.again
-        self.tensors = {key: tensor for key, tensor in found.tensors.items() if tensor.quantizer is not None}
-        self.twins: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        self.again = candidates.again
+        self.tensors = {key: tensor for key, tensor in candidates.tensors.items() if tensor.quantizer is not None}
+        self.copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
     def rewrite(self) -> None:
         """Quantize the tensors, copy the ops that read them, and let the originals take the copies' gradients."""
         ends = dict(self._ends())
         for tensor in self.tensors.values():
-            self.twins[tensor.node, tensor.piece] = quantized = self._quantized(tensor)
+            self.copies[tensor.node, tensor.piece] = quantized = self._quantized(tensor)
             if tensor.node in ends and quantized not in ends[tensor.node]:
                 ends[tensor.node].append(quantized)
-        # all copies, before the originals get other inputs
-        twins = {node: self._twin(node, piece_of(node)) for node in ends}
+        # make all copies first: `_end` changes the inputs of the originals, which `_copy` follows
+        copies = {node: self._copy(node, piece_of(node)) for node in ends}
         for node, readers in ends.items():
-            self._end(node, twins[node], readers)
+            self._end(node, copies[node], readers)
 
     def _ends(self) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-        """Yield each node whose gradient is to be that of its copy, with the nodes that read it and have no copy."""
+        """Yield each node that takes its copy's gradient, with the readers of the node that have no copy."""
         changed, depends = dict[fx.Node, None](), set(self.tensors)
         for node, op in self.again.items():
             piece = piece_of(node)
             inputs = [n for n in float_inputs(node) if value_of(n).requires_grad]
-            # sums of several tensors end the copies: their gradients need none
-            alike = op.linear and len(inputs) == 1 and inputs[0] in changed and piece_of(inputs[0]) == piece
+            # sums of several tensors end the copies: the gradient of a sum does not depend on its inputs
+            changes_with_input = (
+                op.linear and len(inputs) == 1 and inputs[0] in changed and piece_of(inputs[0]) == piece
+            )
             if any((n, piece) in depends for n in float_inputs(node)):
                 depends.add((node, piece))
-                if alike or not op.linear:
+                if changes_with_input or not op.linear:
                     changed[node] = None
         nodes = {tensor.node for tensor in self.tensors.values()}
         for node in changed:
@@ -350,50 +352,50 @@ class _Rewriter:
             if readers or node in nodes:
                 yield node, readers
 
-    def _twin(self, node: fx.Node, piece: int | None) -> fx.Node:
+    def _copy(self, node: fx.Node, piece: int | None) -> fx.Node:
         key = node, piece
-        if key not in self.twins:
-            self.twins[key] = node
+        if key not in self.copies:
+            self.copies[key] = node
             if node in self.again and piece_of(node) == piece:
-                twins = {n: self._twin(n, piece) for n in node.all_input_nodes}
-                if any(n is not twin for n, twin in twins.items()):
+                copies = {n: self._copy(n, piece) for n in node.all_input_nodes}
+                if any(n is not copy for n, copy in copies.items()):
                     with self.graph.inserting_after(node):
-                        self.twins[key] = self.graph.node_copy(node, twins.__getitem__)
-        return self.twins[key]
+                        self.copies[key] = self.graph.node_copy(node, copies.__getitem__)
+        return self.copies[key]
 
     def _quantized(self, tensor: Candidate) -> fx.Node:
-        """Return the tensor quantized and dequantized: as for a matmul, if it is one's operand, else by a new node."""
+        """Return the tensor quantized and dequantized: by the node for its matmul, otherwise by a new node."""
         node, piece, verdict = tensor.node, tensor.piece, tensor.verdict
         quantizer: Any = tensor.quantizer
         assert verdict is not None and quantizer is not None
         first = next(n for n in self.again if piece_of(n) == piece and node in n.all_input_nodes)
-        size, known = _known(value_of(node).numel()), operand_of(tensor)
+        size, quantize = _known(value_of(node).numel()), operand_of(tensor)
         verdict.status, verdict.scaling = "in FP8", quantizer.recipe.name
         verdict.bytes = size * value_of(node).element_size()
-        if known is None:
+        if quantize is None:
             with self.graph.inserting_before(first):
-                known = self.graph.call_function(ops.qdq_operand, (node, quantizer))
-            known.meta.update({**node.meta, **({} if piece is None else {PIECE: piece})})
+                quantize = self.graph.call_function(ops.qdq_operand, (node, quantizer))
+            quantize.meta.update({**node.meta, **({} if piece is None else {PIECE: piece})})
             slot = self.walk.names.slot(verdict.name, "saved")
-            known.meta[WATCHED] = [Watched(slot, "saved", verdict.source)]
+            quantize.meta[WATCHED] = [Watched(slot, "saved", verdict.source)]
             if isinstance(quantizer, ops.Stateful):
-                self.walk.slots.append(Slot(slot, "saved", -1, verdict.source, quantizer, known))
+                self.walk.slots.append(Slot(slot, "saved", -1, verdict.source, quantizer, quantize))
             verdict.bytes -= size
-        elif known > first:
-            first.prepend(known)
-        known.meta["custom"] = {**(known.meta.get("custom") or {}), SAVED_FP8: True}
-        return known
+        elif quantize > first:  # the matmul's quantize may come after the first copied op, which reads it too
+            first.prepend(quantize)
+        quantize.meta["custom"] = {**(quantize.meta.get("custom") or {}), SAVED_FP8: True}
+        return quantize
 
-    def _end(self, node: fx.Node, twin: fx.Node, readers: list[fx.Node]) -> None:
-        """Let the gradients of readers of `node` go to `twin`."""
-        others = readers
+    def _end(self, node: fx.Node, copy: fx.Node, readers: list[fx.Node]) -> None:
+        """Let the gradients of readers of `node` go to `copy`."""
+        remaining = readers
         if not self._reduces(node):
-            others = [u for u in readers if not self._in_matmul(u, node, twin)]
-        if others:
-            with self.graph.inserting_after(twin):
-                new = self.graph.call_function(ops.differentiated_as, (node, twin))
+            remaining = [u for u in readers if not self._in_matmul(u, node, copy)]
+        if remaining:
+            with self.graph.inserting_after(copy):
+                new = self.graph.call_function(ops.differentiated_as, (node, copy))
             new.meta.update(node.meta)
-            for user in others:
+            for user in remaining:
                 user.replace_input_with(node, new)
 
     def _reduces(self, node: fx.Node) -> bool:
@@ -405,25 +407,25 @@ class _Rewriter:
         met = reach([node], lambda other: filter(computed_again, float_inputs(other)))
         return any(self.again[other].reduces for other in met)
 
-    def _in_matmul(self, reader: fx.Node, node: fx.Node, twin: fx.Node) -> bool:
-        """Let the gradients of a matmul that reads `node` be those of the matmul of `twin`, if `reader` is part of one.
+    def _in_matmul(self, reader: fx.Node, node: fx.Node, copy: fx.Node) -> bool:
+        """Let the gradients of a matmul that reads `node` be those of the matmul of `copy`, if `reader` is part of one.
 
         Its operand is quantized for all three products, or for each: see `QuantizeCall`.
         """
         if reader.target is ops.qdq_operand and all(map(_is_product, reader.users)):
-            self._all_products(reader, node, twin)
+            self._all_products(reader, node, copy)
         elif reader.target is ops.qdq_no_grad and any(isinstance(a, ops.Rowwise | ops.Blockwise) for a in reader.args):
-            self._own_products(reader, node, twin)
+            self._own_products(reader, node, copy)
         elif _is_product(reader) and reader.meta["custom"]["fp8pass_kind"] != "output":
-            reader.replace_input_with(node, twin)
+            reader.replace_input_with(node, copy)
         else:
             return False
         return True
 
-    def _all_products(self, operand: fx.Node, node: fx.Node, twin: fx.Node) -> None:
+    def _all_products(self, operand: fx.Node, node: fx.Node, node_copy: fx.Node) -> None:
         quantizer: Any = operand.args[1]
         with self.graph.inserting_after(operand):
-            other = self.graph.call_function(ops.qdq_as, (twin, node, quantizer))
+            other = self.graph.call_function(ops.qdq_as, (node_copy, node, quantizer))
         other.meta.update({key: value for key, value in operand.meta.items() if key != WATCHED})
         for slot in (slot for slot in self.walk.slots if slot.node is operand):
             slot.also.append(other)
@@ -436,13 +438,13 @@ class _Rewriter:
             new.meta.update(product.meta)
             product.replace_all_uses_with(new, delete_user_cb=functools.partial(_is_not, new))
 
-    def _own_products(self, operand: fx.Node, node: fx.Node, twin: fx.Node) -> None:
+    def _own_products(self, operand: fx.Node, node: fx.Node, copy: fx.Node) -> None:
         for_gradients = [product for product in operand.users if product.meta["custom"]["fp8pass_kind"] != "output"]
         if len(for_gradients) == len(operand.users):
-            operand.replace_input_with(node, twin)
+            operand.replace_input_with(node, copy)
         elif for_gradients:
             with self.graph.inserting_after(operand):
-                other = self.graph.node_copy(operand, lambda n: twin if n is node else n)
+                other = self.graph.node_copy(operand, lambda n: copy if n is node else n)
             other.meta.pop(WATCHED, None)
             for product in for_gradients:
                 product.replace_input_with(operand, other)

@@ -1,4 +1,4 @@
-"""Warn of models in bfloat16 or float16 on CPUs where torch multiplies these by a reference routine."""
+"""Warn of models in bfloat16 or float16 on CPUs where torch multiplies these dtypes by a reference routine."""
 
 from __future__ import annotations
 

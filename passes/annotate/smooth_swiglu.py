@@ -8,8 +8,8 @@ changes  nothing but what FP8 rounds: powers of two are exact, and both gradient
 
 The product of a gate and an activation is quadratic in the input where two weights align, so that one channel of `h`
 grows out of the scale that delayed scaling has from earlier steps (Fishman et al., arXiv 2409.12517). Each channel of
-`h / s` has a largest magnitude of 1 to 2. The weight `w * s` grows with the channel instead; so it is scaled by its own
-amax of the step, whatever the recipe's history says.
+`h / s` has a largest magnitude of 1 to 2. The weight `w * s` grows with the channel instead, so it is scaled by its
+current amax, not by the recipe's history.
 
 Runs on Dynamo's graph, before the annotate pass, for the layers that the option `smooth_swiglu` selects and that run in
 FP8.
@@ -36,7 +36,7 @@ from fp8pass.passes.common.write_calls import Write
 from fp8pass.scaling import channel_scales
 
 ACTIVATIONS = ("silu", "gelu")
-"""Functions whose product with another tensor is a gated activation; and `x * sigmoid(...)`, as some spell silu."""
+"""Functions whose product with another tensor is a gated activation; some write silu as `x * sigmoid(x)`."""
 _PASSED = ("to", "type", "float", "bfloat16", "half", "contiguous", "clone", "dropout")
 """Calls between the product and the matmul that keep the channels."""
 

@@ -118,7 +118,7 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
     quantizes: list[Quantize] = []
     amaxes: list[fx.Node] = []
     sums: list[fx.Node] = []
-    others: list[fx.Node] = []
+    other_readers: list[fx.Node] = []
     parts: list[fx.Node] = []
     for source, reader in readers:
         if (amax := amax_from(reader)) is not None:
@@ -126,23 +126,25 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
         elif (ops := quantize_from(reader, source)) is not None:
             quantizes.append(Quantize(source, ops))
         else:
-            (sums if sums_rows(reader, wait, moved) else others).append(reader)
+            (sums if sums_rows(reader, wait, moved) else other_readers).append(reader)
     if not quantizes:
         return None
-    check_readers(collective, wait, others, gemms)
+    check_readers(collective, wait, other_readers, gemms)
     if parts:
-        raise Reject("part", f"{at(parts[0])} is not known to be the amax of all that {at(collective)} brings")
+        raise Reject("part", f"{at(parts[0])} is not known to be the amax of the whole result of {at(collective)}")
     if (ways := ways_of(quantizes)) > 1:
-        raise Reject("several", f"what {at(collective)} brings is quantized in {ways} ways")
+        raise Reject("several", f"the result of {at(collective)} is quantized in {ways} ways")
     return Gathered(collective, wait, frozenset(moved), tuple(quantizes), tuple(amaxes), tuple(sums))
 
 
-def check_readers(collective: fx.Node, wait: fx.Node, others: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> None:
-    """Raise Reject if there are `others` that read what a collective brings in high precision."""
-    if others:
+def check_readers(
+    collective: fx.Node, wait: fx.Node, other_readers: list[fx.Node], gemms: Mapping[fx.Node, Gemm]
+) -> None:
+    """Raise Reject if there are `other_readers` of the result of a collective in high precision."""
+    if other_readers:
         dtype = dtype_name(dtype_of(wait))
-        read = "reads" if len(told := _told(others, gemms)) == 1 else "read"
-        raise Reject("high precision", f"{' and '.join(told)} {read} what {at(collective)} brings in {dtype}")
+        read = "reads" if len(told := _told(other_readers, gemms)) == 1 else "read"
+        raise Reject("high precision", f"{' and '.join(told)} {read} the result of {at(collective)} in {dtype}")
 
 
 def _told(readers: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> list[str]:
@@ -169,7 +171,7 @@ def capture_dequantized(collective: fx.Node) -> Dequantized | None:
 
 
 def captured_wait(collective: fx.Node) -> fx.Node | None:
-    """Return the `wait_tensor` of a collective if its output is high precision and has no other user; else None."""
+    """Return the `wait_tensor` of a collective if its output is high precision and has no other user; None if not."""
     users = list(collective.users)
     # no kwargs: group_of reads the group's name from the last positional argument
     known = len(users) == 1 and users[0].target is WAIT and not collective.kwargs
@@ -178,7 +180,7 @@ def captured_wait(collective: fx.Node) -> fx.Node | None:
 
 def readers_of(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]]:
     """Return the tensors made of `wait` by movement alone, and a pair (tensor, reader) for each read of one."""
-    found, todo = [], list(wait.users)
+    readers, todo = [], list(wait.users)
     moved, seen = {wait}, set()
     heapq.heapify(todo)
     while todo:  # in the order of the graph, so that all inputs of a node come before it
@@ -191,8 +193,8 @@ def readers_of(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node
             for user in node.users:
                 heapq.heappush(todo, user)
         elif _mark_of(node) is None:  # the `abs` of a mark is skipped: the mark's `where` is a reader itself
-            found += [(n, node) for n in node.all_input_nodes if n in moved]
-    return moved, found
+            readers += [(n, node) for n in node.all_input_nodes if n in moved]
+    return moved, readers
 
 
 def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
@@ -236,17 +238,17 @@ def data_of(node: fx.Node) -> fx.Node | None:
 
 def scales_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the tensor inputs of elementwise ops other than their data."""
-    found: list[fx.Node] = []
+    scales: list[fx.Node] = []
     for op in ops:
         if unmarked(op) is not op:
-            found.append(as_node(op.args[1]))
+            scales.append(as_node(op.args[1]))
         elif op.target not in MOVEMENT - JOINS:
-            found += [n for n in op.all_input_nodes if n is not data_of(op)]
-    return found
+            scales += [n for n in op.all_input_nodes if n is not data_of(op)]
+    return scales
 
 
 def quantize_from(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Return the elementwise ops on `source`, from `node` to a cast to FP8, including the ops of a mark; else None."""
+    """Return the elementwise ops on `source`, from `node` to a cast to FP8, including those of a mark; None if not."""
     ops: list[fx.Node] = []
     while True:
         if unmarked(node) is source:
@@ -291,7 +293,7 @@ class Structures:
 
 
 def _text_of(node: fx.Node) -> str:
-    """Return a text that is equal for equal constants, and else the name of the node."""
+    """Return the text of a constant, equal for equal constants; otherwise the name of the node."""
     number = constant(node)
     return node.name if number is None else f"{number} of {dtype_of(node)}{list(val(node).shape)}"
 
@@ -315,7 +317,7 @@ def marked(x: Tensor) -> Tensor:
 
 
 def unmarked(node: fx.Node) -> fx.Node:
-    """Return the `x` of `node = marked(x)`, from the rewrite of another collective; else `node` itself."""
+    """Return the `x` of `node = marked(x)`, from the rewrite of another collective; otherwise `node` itself."""
     if node.target is not aten.where.self or constant(node.args[1]) == constant(node.args[1]):
         return node  # the constant is not NaN: only NaN differs from itself
     condition, x = as_node(node.args[0]), as_node(node.args[2])

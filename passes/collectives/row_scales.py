@@ -98,19 +98,19 @@ def capture_rows(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Rows | N
     amaxes: list[tuple[fx.Node, fx.Node]] = []
     quantizes: list[Quantize] = []
     sums: list[fx.Node] = []
-    others: list[fx.Node] = []
+    other_readers: list[fx.Node] = []
     for source, reader in readers:
         if (amax := amax_from(reader, rows=True)) is not None:
             amaxes.append((source, amax))
         elif (ops := quantize_from(reader, source)) is not None:
             quantizes.append(Quantize(source, ops))
         else:
-            (sums if sums_rows(reader, wait, moved) else others).append(reader)
+            (sums if sums_rows(reader, wait, moved) else other_readers).append(reader)
     if not amaxes or not quantizes:
         return None
-    check_readers(collective, wait, others, gemms)
+    check_readers(collective, wait, other_readers, gemms)
     block = _block_of(collective, wait, moved, amaxes, quantizes)
-    found = Rows(collective, wait, frozenset(moved), block, tuple(amaxes), tuple(quantizes), tuple(sums))
+    rows = Rows(collective, wait, frozenset(moved), block, tuple(amaxes), tuple(quantizes), tuple(sums))
     structures, source_of = Structures(), {amax: source for source, amax in amaxes}
     for quantize in quantizes:
         for scale in scales_of(quantize.ops):
@@ -118,7 +118,7 @@ def capture_rows(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Rows | N
                 same = {structures.of(x, {wait: "x"}) for x in (source_of[amax], quantize.source)}
                 if len(same) > 1:
                     raise Reject("scale", f"the scale {scale.name} after {at(collective)} is that of other rows")
-    return found
+    return rows
 
 
 def _block_of(
@@ -135,12 +135,12 @@ def _block_of(
     if ways > 1:
         raise Reject(
             "several",
-            f"what {at(collective)} brings is quantized in {ways} ways, along different dimensions: sent once for each "
-            f"it takes more than {ways} bytes per element, and 2 in bfloat16",
+            f"the result of {at(collective)} is quantized in {ways} ways, along different dimensions: sent once for "
+            f"each it takes more than {ways} bytes per element, and 2 in bfloat16",
         )
     (block,) = blocks
     if block is None:
-        raise Reject("scale", f"what {at(collective)} brings has scales of which each needs elements of all ranks")
+        raise Reject("scale", f"the result of {at(collective)} has scales of which each needs elements of all ranks")
     return block
 
 
@@ -190,30 +190,30 @@ def _check_scale(scale: fx.Node, amaxes: Mapping[fx.Node, fx.Node], collective: 
 
     Something that all ranks have may be part of it, if it is there before the collective.
     """
-    found = computed_from(scale, amaxes)
-    for node in found:
+    sources = computed_from(scale, amaxes)
+    for node in sources:
         if node in amaxes or constant(node) is not None:
             continue
         if is_tensor(node) and not is_computed(node):
             if not is_shared(node, group_of(collective)) or node > collective:
                 raise Reject("scale", f"the scale {scale.name} after {at(collective)} may differ between ranks")
         elif node.target not in _OF_ANY_SHAPE and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-            raise Reject("scale", f"{at(node)} moves scales of what {at(collective)} brings")
-    return [node for node in found if node in amaxes]
+            raise Reject("scale", f"{at(node)} moves scales of the result of {at(collective)}")
+    return [node for node in sources if node in amaxes]
 
 
 def computed_from(scale: fx.Node, amaxes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the nodes from which `scale` is computed, in the order of the graph, beginning with amaxes."""
-    found, todo, ends = {scale}, [scale], set(amaxes)
+    sources, todo, ends = {scale}, [scale], set(amaxes)
     while todo:
         node = todo.pop()
         if node in ends or (is_tensor(node) and not is_computed(node) and constant(node) is None):
             continue
         for n in node.all_input_nodes:
-            if n not in found:
-                found.add(n)
+            if n not in sources:
+                sources.add(n)
                 todo.append(n)
-    return sorted(found)
+    return sorted(sources)
 
 
 def row_amaxes(x: Tensor, block: int) -> Tensor:

@@ -127,26 +127,28 @@ def _is_below_infinity(condition: fx.Node) -> bool:
 # Quantize after a collective
 
 
-def check_gathered(found: Gathered) -> None:
+def check_gathered(gathered: Gathered) -> None:
     """Raise Reject if the scale may differ between ranks or is not one number.
 
     Also if the scale depends on the collective's output other than by its amax, or if the amax of an all-to-all's
     output is read other than for a record.
     """
-    collective, group = found.collective, group_of(found.collective)
-    scales = scales_of(found.quantizes[0].ops)
-    _check_one_number(scales, f"after {at(collective)}", [first(collective), *(q.source for q in found.quantizes)])
-    amaxes = set(found.amaxes) if follows_from_amax(found) else set()
+    collective, group = gathered.collective, group_of(gathered.collective)
+    scales = scales_of(gathered.quantizes[0].ops)
+    _check_one_number(scales, f"after {at(collective)}", [first(collective), *(q.source for q in gathered.quantizes)])
+    amaxes = set(gathered.amaxes) if follows_from_amax(gathered) else set()
     for scale in scales:
         if not _is_of(scale, amaxes, group):
             raise Reject("scale", f"the scale {scale.name} after {at(collective)} may differ between ranks")
         if _depends_on(scale, collective, amaxes):
-            raise Reject("scale", f"the scale {scale.name} follows from what {at(collective)} brings, not by its amax")
+            raise Reject(
+                "scale", f"the scale {scale.name} follows from the result of {at(collective)}, not by its amax"
+            )
     if collective.target is c10d.all_to_all_single.default:
-        for use in uses_of_amaxes(found):
+        for use in uses_of_amaxes(gathered):
             if use.how == "whole":
                 raise Reject(
-                    "amax", f"{at(use.user)} reads the amax of what {at(collective)} brings to this rank alone"
+                    "amax", f"{at(use.user)} reads the amax of the result of {at(collective)} to this rank alone"
                 )
 
 
@@ -178,16 +180,16 @@ def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
     return collective in not_earlier
 
 
-def uses_of_amaxes(found: Gathered) -> list[Use]:
+def uses_of_amaxes(gathered: Gathered) -> list[Use]:
     """Return all uses of the amaxes, including uses of their casts to f32."""
-    group, uses = group_of(found.collective), []
-    to_all = found.collective.target is c10d.broadcast.default  # only the source rank has the tensor
-    quantized = {q.ops[-1] for q in found.quantizes}
-    for_whole = follows_from_amax(found)
+    group, uses = group_of(gathered.collective), []
+    to_all = gathered.collective.target is c10d.broadcast.default  # only the source rank has the tensor
+    quantized = {q.ops[-1] for q in gathered.quantizes}
+    for_whole = follows_from_amax(gathered)
     # for_whole: the amax is reduced over ranks anyway, and with it the poison is the same on all of them
-    may_mark = not for_whole and _may_mark(found)
-    records_parts = not for_whole and not to_all and any(map(_is_from_slots, scales_of(found.quantizes[0].ops)))
-    for amax in found.amaxes:
+    may_mark = not for_whole and _may_mark(gathered)
+    records_parts = not for_whole and not to_all and any(map(_is_from_slots, scales_of(gathered.quantizes[0].ops)))
+    for amax in gathered.amaxes:
         casts = [u for u in amax.users if widens(u) and val(u).dtype == torch.float32]
         for node in (amax, *casts):
             for user in node.users:
@@ -217,15 +219,15 @@ def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
     )
 
 
-def _may_mark(found: Gathered) -> bool:
+def _may_mark(gathered: Gathered) -> bool:
     """Return whether quantizing inf as NaN cannot change any result: all readers use a poisoned scale_inv."""
-    group = group_of(found.collective)
-    of_all = {*found.amaxes, *(u for amax in found.amaxes for u in amax.users if widens(u))}
+    group = group_of(gathered.collective)
+    of_all = {*gathered.amaxes, *(u for amax in gathered.amaxes for u in amax.users if widens(u))}
 
     def is_poisoned(scale_inv: fx.Node) -> bool:
         return unpoisoned(scale_inv, group) not in (None, scale_inv) and _poison_of(scale_inv) in of_all
 
-    return all(_keeps_nan(q.ops) and _is_always(q.ops[-1], is_poisoned) for q in found.quantizes)
+    return all(_keeps_nan(q.ops) and _is_always(q.ops[-1], is_poisoned) for q in gathered.quantizes)
 
 
 def _keeps_nan(ops: Iterable[fx.Node]) -> bool:
@@ -274,25 +276,29 @@ def _dequantizes(scale_inv: fx.Node, quantized: set[fx.Node]) -> bool:
 # Dequantize before a collective
 
 
-def check_dequantized(found: Dequantized) -> None:
+def check_dequantized(dequantized: Dequantized) -> None:
     """Raise Reject if the scale may differ between ranks or is not one number, or if results could change.
 
     Results could change where NaN or inf is not marked in the FP8 tensor, or where padding is not 0 in FP8.
     """
-    group, where = group_of(found.collective), f"before {at(found.collective)}"
-    scaled = [first(op) for op in found.ops if scales_of([op]) and is_tensor(op.args[0])]
-    scales = scales_of(found.ops)
-    _check_one_number(scales, where, [found.x_q, first(found.collective), *scaled])
+    group, where = group_of(dequantized.collective), f"before {at(dequantized.collective)}"
+    scaled = [first(op) for op in dequantized.ops if scales_of([op]) and is_tensor(op.args[0])]
+    scales = scales_of(dequantized.ops)
+    _check_one_number(scales, where, [dequantized.x_q, first(dequantized.collective), *scaled])
     for scale_inv in scales:
         finite = unpoisoned(scale_inv, group)
         if finite is None:
             raise Reject("scale", f"{scale_inv.name} {where} may differ between ranks")
-        if finite is not scale_inv and not _is_poison_of(scale_inv, found.x_q):
-            raise Reject("not finite", f"{found.x_q.name} was quantized elsewhere, and would hide what is not finite")
-        if finite is not scale_inv and not _is_marked(found.x_q) and not _may_mark_here(found.x_q, group):
-            raise Reject("not finite", f"what reads {found.x_q.name} elsewhere would see what is not finite as NaN")
-    pads = [op for op in found.ops if op.target is aten.constant_pad_nd.default]
-    keeps_zeros = {op.target for op in found.ops} <= {*CASTS, *MOVEMENT, *MULTIPLYING, *DIVIDING}
+        if finite is not scale_inv and not _is_poison_of(scale_inv, dequantized.x_q):
+            raise Reject(
+                "not finite", f"{dequantized.x_q.name} was quantized elsewhere, and would hide what is not finite"
+            )
+        if finite is not scale_inv and not _is_marked(dequantized.x_q) and not _may_mark_here(dequantized.x_q, group):
+            raise Reject(
+                "not finite", f"what reads {dequantized.x_q.name} elsewhere would see what is not finite as NaN"
+            )
+    pads = [op for op in dequantized.ops if op.target is aten.constant_pad_nd.default]
+    keeps_zeros = {op.target for op in dequantized.ops} <= {*CASTS, *MOVEMENT, *MULTIPLYING, *DIVIDING}
     if pads and not (keeps_zeros and all(constant(p.args[2]) == 0 for p in pads if len(p.args) > 2)):
         raise Reject("padding", f"{at(pads[0])} {where} adds what is not 0 in FP8")
 

@@ -71,7 +71,7 @@ class Products:
         if not _same(shape[-1], 1) and not _same(shape[-1], self.n):
             return None
         if all(_same(size, 1) for size in shape[:-1]):
-            found = (1, self.n), (0, strides[-1])
+            layout = (1, self.n), (0, strides[-1])
         else:
             apart = all(
                 _same(shape[i], 1) or _same(strides[i], strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 2)
@@ -82,8 +82,8 @@ class Products:
             alike = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
             if not apart or not alike:
                 return None
-            found = (hint_of(self.m), shape[-1]), (strides[-2], strides[-1])
-        return found if all(isinstance(x, int) for of in found for x in of) else None
+            layout = (hint_of(self.m), shape[-1]), (strides[-2], strides[-1])
+        return layout if all(isinstance(x, int) for of in layout for x in of) else None
 
     def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
         """Return a tensor as `layout` describes it."""
@@ -102,7 +102,7 @@ class Products:
         computes = node.target in RESHAPES | CASTS or torch.Tag.pointwise in tags
         if node.op != "call_function" or not computes or not self.holds(node) or not is_elementwise(node):
             return False
-        if any(map(is_random, (node, *node.all_input_nodes))):  # the numbers would have to be stored to be read
+        if any(map(is_random, (node, *node.all_input_nodes))):  # random values would have to be stored to be read
             return False
         if node.target in RESHAPES and not self.holds(first(node)):
             return False
@@ -208,13 +208,13 @@ class Epilogue:
 
     def parts(self, x: fx.Node) -> list[fx.Node]:
         """Return the results of which `x` consists: itself, or the parts of a cat; [] if the kernel has them not."""
-        known = {*self.after, *self.nodes}
-        x = through(x, RESHAPES) if x not in known else x
-        if x in known:
+        computed = {*self.after, *self.nodes}
+        x = through(x, RESHAPES) if x not in computed else x
+        if x in computed:
             return [x]
         of: list[fx.Node] = x.args[0] if x.target is aten.cat.default else []  # type: ignore[assignment]
         last = bool(of) and (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
-        return list(of) if last and all(p in known for p in of) else []
+        return list(of) if last and all(p in computed for p in of) else []
 
     def is_turned(self, t: Transposed) -> bool:
         """Return whether a copy turns the kernel's matrix around, and not another one, as a flattened one."""
@@ -229,14 +229,14 @@ class Epilogue:
 
     def closed(self) -> set[fx.Node]:
         """Return the nodes that nothing outside of the kernel needs, once its outputs replace others."""
-        found = {*self.products.parts, *self.nodes, *self.replaced}
-        todo = list(found)
+        nodes = {*self.products.parts, *self.nodes, *self.replaced}
+        todo = list(nodes)
         while todo:
             for node in todo.pop().all_input_nodes:
-                if node not in found and node.op == "call_function" and all(u in found for u in node.users):
-                    found.add(node)
+                if node not in nodes and node.op == "call_function" and all(u in nodes for u in node.users):
+                    nodes.add(node)
                     todo += [node] if node is not self.matmul else []
-        return found
+        return nodes
 
     def add(self, nodes: Iterable[fx.Node]) -> None:
         """Add elementwise ops."""
@@ -271,7 +271,7 @@ def turned(e: Epilogue) -> list[Transposed]:
 
 
 def depends(node: fx.Node, on: fx.Node) -> bool:
-    """Return whether `node` is computed from `on`, or is it. Looks only at what stands between them in the graph."""
+    """Return whether `node` is computed from `on`, or is it. Looks only at the nodes between them in the graph."""
     return on in reach([node], lambda n: (i for i in n.all_input_nodes if not i < on))
 
 
@@ -289,7 +289,7 @@ def _computing(e: Epilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
 def _saves_reads(e: Epilogue) -> bool:
     """Return whether the ops read a matrix, as a sum with a residual does, that no kernel after the matmul reads again.
 
-    The backward of a norm, say, reads its input twice: for the gradient of its weight, and for its own.
+    For example, the backward of a norm reads its input twice: for the gradient of its weight, and for its own.
     """
     assert e.kept is not None
     matrices = [n for n in e.inputs if e.products.holds(n)]
@@ -332,14 +332,14 @@ def is_column_sum(node: fx.Node) -> bool:
 
 def _add_what_inputs_are_computed_from(e: Epilogue) -> None:
     """Compute inputs in the kernel that cost no further reads there: constants, and functions of one other tensor."""
-    known = set[fx.Node]()
+    computed = set[fx.Node]()
     while True:
-        found = {n: computed_from(n, e.products) for n in e.inputs}
-        known |= {leaf for _, leaves in found.values() if len(leaves) <= 1 for leaf in leaves}
-        taken = [n for n, (chain, leaves) in found.items() if chain and (len(leaves) <= 1 or leaves <= known)]
+        sources = {n: computed_from(n, e.products) for n in e.inputs}
+        computed |= {leaf for _, leaves in sources.values() if len(leaves) <= 1 for leaf in leaves}
+        taken = [n for n, (chain, leaves) in sources.items() if chain and (len(leaves) <= 1 or leaves <= computed)]
         if not taken:
             return
-        e.add(n for x in taken for n in found[x][0])
+        e.add(n for x in taken for n in sources[x][0])
 
 
 def computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -61,7 +61,7 @@ class BlockScales:
 
 
 def block_scales(x_q: fx.Node) -> BlockScales | None:
-    """Return how a tensor is quantized with a scale for each block; None if it is not, or otherwise than in blocks."""
+    """Return how a tensor is quantized with a scale for each block; None if it is not quantized, or not in blocks."""
     if x_q.target is not QUANTIZE or val(x_q).dim() != 4:
         return None
     view = first(x_q)
@@ -100,20 +100,20 @@ def _matrix(view: fx.Node) -> tuple[fx.Node | None, bool]:
     The last one on the way: its rows may lie in several dimensions. What it is a reshape of may have its columns in
     several, as the heads of attention.
     """
-    found: fx.Node | None = None
+    matrix: fx.Node | None = None
     shape = val(view).shape
     x, is_turned, rows, columns = view, False, shape[0] * shape[1], shape[2] * shape[3]
     while True:
         if x.target in RESHAPES or (x.target is aten.permute.default and x.args[1] == list(range(val(x).dim()))):
             x = first(x)
         elif x.target is aten.permute.default and not is_turned and _transposes(x, rows):
-            found, is_turned, columns = None, True, rows
+            matrix, is_turned, columns = None, True, rows
             x = first(x)
         else:
             break
-        found = x if val(x).shape[-1:] == (columns,) else found
-    known = found is not None and all(isinstance(size, int) for size in val(found).shape)
-    return (found, is_turned) if known else (None, False)
+        matrix = x if val(x).shape[-1:] == (columns,) else matrix
+    known = matrix is not None and all(isinstance(size, int) for size in val(matrix).shape)
+    return (matrix, is_turned) if known else (None, False)
 
 
 def _transposes(permute: fx.Node, rows: int) -> bool:

@@ -78,16 +78,16 @@ class Division:
 
     def divide(self, graph: fx.Graph, state: Mapping[str, fx.Node]) -> dict[PieceNumber, dict[str, fx.Node]]:
         """Return the parts of each piece by name. state: the state tensors of the whole graph, by name."""
-        found: dict[PieceNumber, dict[str, fx.Node]] = {s.piece: {} for s in self._segments}
+        divided: dict[PieceNumber, dict[str, fx.Node]] = {s.piece: {} for s in self._segments}
         if not self.is_divided:
-            return {piece: dict(state) for piece in found}
+            return {piece: dict(state) for piece in divided}
         for name, node in state.items():
             kind = _KINDS.get(name)
             segments = [s for s in self._segments if kind is None or s.kind == kind]
             parts = _split(graph, name, node, [s.length for s in segments], self._dim)
             for segment, part in zip(segments, parts, strict=True):
-                found[segment.piece][self.scales_of(segment.kind, name) if kind is None else name] = part
-        return found
+                divided[segment.piece][self.scales_of(segment.kind, name) if kind is None else name] = part
+        return divided
 
 
 _KINDS: Mapping[str, SlotKind] = {

@@ -51,17 +51,17 @@ def outputs_of(e: Epilogue) -> Iterator[Made]:
     for node in e.sums:
         yield Made("sums", tuple(e.parts(first(node))), node, torch.float32)
     for node in e.quantizes:
-        of, dtype, blocks = tuple(e.parts(e.quantized(node))), val(node).dtype, e.blocks.get(node)
+        parts, dtype, blocks = tuple(e.parts(e.quantized(node))), val(node).dtype, e.blocks.get(node)
         scaled = None if blocks else node, blocks
         stored = blocks.stored if blocks else node
         if not closed.issuperset(stored.users):
-            yield Made("columns" if blocks and blocks.is_turned else "rows", of, stored, dtype, *scaled)
+            yield Made("columns" if blocks and blocks.is_turned else "rows", parts, stored, dtype, *scaled)
         for copy, copied in e.copies.items():
             if copied is node:
-                yield Made("columns", of, copy, dtype, *scaled)
+                yield Made("columns", parts, copy, dtype, *scaled)
         for number in [n for n in blocks.kept if n not in numbers] if blocks else ():
             numbers.add(number)
-            yield Made("numbers", of, number, val(number).dtype, *scaled)
+            yield Made("numbers", parts, number, val(number).dtype, *scaled)
     if e.kept is not None:
         yield Made("rows", e.products.parts if e.kept is e.matmul else (e.kept,), e.kept, val(e.kept).dtype)
 
@@ -135,7 +135,7 @@ def replace_by_kernel(
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase the nodes among these that nothing reads any more: else the next match would find others read by them."""
+    """Erase the nodes among these that nothing reads any more: the next match would count them as readers."""
     for node in sorted(set(nodes), reverse=True):
         if not node.users:
             graph.erase_node(node)

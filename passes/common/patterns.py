@@ -106,7 +106,7 @@ def is_wide_cast(node: fx.Node) -> bool:
 
 
 def constant(x: Any) -> float | None:
-    """Return the real number that every element of `x` holds, if the graph shows it; else None."""
+    """Return the real number that every element of `x` holds, if the graph shows it; otherwise None."""
     if isinstance(x, (int, float)):
         return float(x)
     if not is_tensor(x) or val(x).dtype.is_complex:
@@ -194,7 +194,7 @@ FP8."""
 
 
 def fp8_source(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
-    """Return a float8 tensor of any kind that `node` is computed from by ops that commute with its scale; else None.
+    """Return a float8 tensor of any kind that `node` is computed from by ops that commute with its scale; None if none.
 
     ops_between: how many other ops may be in between. The search never goes through a matmul.
     """

@@ -26,15 +26,15 @@ from fp8pass.quant.kernel_ops import QUANTIZE, ROUNDED
 def read_written(graph: fx.Graph) -> int:
     """Rewrite all readers that `match` finds, for each parameter that is written; return their number."""
     writes = [n for n in graph.nodes if n.target is aten.copy_.default and first(n).op == "placeholder"]
-    found = {write: readers for write in writes if (readers := match(write))}
-    for write, readers in found.items():
+    readers_of = {write: readers for write in writes if (readers := match(write))}
+    for write, readers in readers_of.items():
         same, last = _same(write), write
         for node in filter(_is_computed, _chain(readers)):
             last.append(node)
             last = node
         for reader, x in itertools.product(readers, same):
             reader.replace_input_with(x, write)
-    return sum(map(len, found.values()))
+    return sum(map(len, readers_of.values()))
 
 
 def match(write: fx.Node) -> list[fx.Node]:

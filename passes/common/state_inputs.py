@@ -96,13 +96,15 @@ def lift_state(
     for recipe, of_recipe in by_recipe.items():
         assert device is not None
         piece_of = PieceOf(graph, regions)
-        twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe, piece_of)) is not None}
-        for i, twin in twins.items():
-            twin.name = min(twin.name, of_recipe[i].name, key=len)  # prefer the name without a numeric suffix
-        own = [s for i, s in enumerate(of_recipe) if i not in twins]
-        # in the order of SlotTensors: tensors of the forward, weights with a copy, gradients
-        # and piece by piece: a tensor that is quantized for several pieces comes earlier than its first reader
-        ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s), piece_of(s.node) or 0))
+        recording = {
+            i: t for i, s in enumerate(of_recipe) if (t := _recording_slot(s, of_recipe, piece_of)) is not None
+        }
+        for i, recorder in recording.items():
+            recorder.name = min(recorder.name, of_recipe[i].name, key=len)  # prefer the name without a numeric suffix
+        separate = [s for i, s in enumerate(of_recipe) if i not in recording]
+        # In the order of SlotTensors: tensors of the forward, weights with a copy, gradients. Within each kind, by
+        # piece: the quantize of a tensor that several pieces read is in an earlier piece than its first reader.
+        ordered = sorted(separate, key=lambda s: (s.role == "grad_output", _is_kept(s), piece_of(s.node) or 0))
         table = SlotTable(
             names=tuple(s.name for s in ordered),
             n_forward=sum(s.role != "grad_output" and not _is_kept(s) for s in ordered),
@@ -119,8 +121,8 @@ def lift_state(
         )
         for i, s in enumerate(ordered):
             s.position = i
-        for i, twin in twins.items():
-            of_recipe[i].position = twin.position
+        for i, recorder in recording.items():
+            of_recipe[i].position = recorder.position
         suffix = f"_{len(tables)}" if tables else ""
         added = _add_inputs(graph, inputs, table, len(tables), suffix)
         _insert(graph, added, table, of_recipe, regions, suffix, reduces)
@@ -177,35 +179,37 @@ def cache(
     held: Held = {}
     for node, weight in weights.items():
         quantizer: Any = node.args[1]
-        of = CachedWeight(tuple(positions[p] for p in weight.parts), weight.stored)
+        cached = CachedWeight(tuple(positions[p] for p in weight.parts), weight.stored)
         if isinstance(quantizer, ops.Stateful):
             table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-            of = replace(of, table=table, slot=slot_of[node])
+            cached = replace(cached, table=table, slot=slot_of[node])
         if not isinstance(quantizer, ops.Delayed):
             by_itself = replace(quantizer, slot=0) if isinstance(quantizer, ops.Static) else quantizer
-            of = replace(of, by_itself=by_itself)
-        if of not in added:
-            tensors = [CachedWeightInput(f"weight_{len(added)}_{name}", of, name, held) for name in of.fields]
-            added[of] = {tensor.name: add_input(graph, inputs, tensor) for tensor in tensors}
-        read.setdefault(node.graph, {})[node] = of
-    within = {graph: added}
+            cached = replace(cached, by_itself=by_itself)
+        if cached not in added:
+            tensors = [CachedWeightInput(f"weight_{len(added)}_{name}", cached, name, held) for name in cached.fields]
+            added[cached] = {tensor.name: add_input(graph, inputs, tensor) for tensor in tensors}
+        read.setdefault(node.graph, {})[node] = cached
+    inputs_in = {graph: added}
     for region in regions:
-        wanted = {of for body in _bodies(region, regions) for of in read.get(body, {}).values()}
-        outer = {of: names for of, names in within[region.outer].items() if of in wanted}
+        wanted = {cached for body in _bodies(region, regions) for cached in read.get(body, {}).values()}
+        outer = {cached: names for cached, names in inputs_in[region.outer].items() if cached in wanted}
         handed = thread(region, {name: node for names in outer.values() for name, node in names.items()}, "")
-        within[region.body.graph] = {of: {name: handed[name] for name in names} for of, names in outer.items()}
+        inputs_in[region.body.graph] = {
+            cached: {name: handed[name] for name in names} for cached, names in outer.items()
+        }
     for body, nodes in read.items():
-        for node, of in nodes.items():
-            node.args = (*node.args, *within[body][of].values())
+        for node, cached in nodes.items():
+            node.args = (*node.args, *inputs_in[body][cached].values())
 
 
 def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
     """Return the body of the region and the bodies of all regions in it."""
-    found = {region.body.graph}
+    bodies = {region.body.graph}
     for other in regions:  # outer ones come first
-        if other.outer in found:
-            found.add(other.body.graph)
-    return found
+        if other.outer in bodies:
+            bodies.add(other.body.graph)
+    return bodies
 
 
 def _is_kept(slot: Slot) -> bool:
@@ -217,12 +221,12 @@ def _records(slot: Slot) -> bool:
     return isinstance(slot.quantizer, ops.Delayed) and slot.quantizer.record
 
 
-def _recording_twin(slot: Slot, others: list[Slot], piece_of: PieceOf) -> Slot | None:
-    """Return the slot of the use with grad, for a parameter read both with and without grad in a piece; else None."""
+def _recording_slot(slot: Slot, candidates: list[Slot], piece_of: PieceOf) -> Slot | None:
+    """Return the slot of the use with grad, for a parameter read both with and without grad in a piece; None if not."""
     if _records(slot) or slot.source_line or slot.role == "grad_output":
         return None
     key = slot.anchor, "", slot.role, piece_of(slot.node)
-    same = (o for o in others if _records(o) and (o.anchor, o.source_line, o.role, piece_of(o.node)) == key)
+    same = (o for o in candidates if _records(o) and (o.anchor, o.source_line, o.role, piece_of(o.node)) == key)
     return next(same, None)
 
 
@@ -266,23 +270,23 @@ def _insert(
     of_piece = division.divide(graph, read)
     if division.is_divided and group is not None:
         _mark_in_pieces(graph, of_piece, group.group_name)
-    within: dict[fx.Graph, dict[str, fx.Node]] = {}
+    inputs_in: dict[fx.Graph, dict[str, fx.Node]] = {}
     for region in regions:
-        outer = of_piece.get(piece_of(region.call), {}) if region.outer is graph else within[region.outer]
-        within[region.body.graph] = thread(region, outer, suffix)
+        outer = of_piece.get(piece_of(region.call), {}) if region.outer is graph else inputs_in[region.outer]
+        inputs_in[region.body.graph] = thread(region, outer, suffix)
     for slot in slots:
         piece = piece_of(slot.node)
-        of = of_piece[piece] if slot.node.graph is graph else within[slot.node.graph]
+        inputs_here = of_piece[piece] if slot.node.graph is graph else inputs_in[slot.node.graph]
         i, kind = slot.position, table.kind_of(slot.position)
         first_scale, first_amax = division.first(kind, piece)
         or_one = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
-        scales = of.get(division.scales_of(kind, "scales_or_one" if or_one else "scales"))
+        scales = inputs_here.get(division.scales_of(kind, "scales_or_one" if or_one else "scales"))
         placed: ops.Stateful
         if isinstance(slot.quantizer, ops.Static):
             placed, state = replace(slot.quantizer, slot=i - first_scale), [scales]
         else:
             placed = replace(slot.quantizer, slot=i - first_scale, index=i - first_amax)
-            amax = of[_AMAXES[kind]]
+            amax = inputs_here[_AMAXES[kind]]
             state = [amax] if kind == "weight" else [scales, amax]
         for node in (slot.node, *slot.also):
             args: Any = (*(placed if a == slot.quantizer else a for a in node.args), *state)
@@ -291,12 +295,12 @@ def _insert(
 
 def _mark_in_pieces(graph: fx.Graph, of_piece: dict[PieceNumber, dict[str, fx.Node]], group: str) -> None:
     """Mark the scales as the same on all ranks in each piece too: outlined, it gets them as inputs."""
-    for piece, of in of_piece.items():
+    for piece, inputs in of_piece.items():
         begin = next(n for n in graph.nodes if n.op != "placeholder" and n.meta.get(PIECE) == piece)
-        for name in (n for n in of if n.startswith(("forward_scales", "gradient_scales"))):
+        for name in (n for n in inputs if n.startswith(("forward_scales", "gradient_scales"))):
             with graph.inserting_before(begin):
-                of[name] = graph.call_function(ops.shared, (of[name], group))
-            of[name].meta[PIECE] = piece
+                inputs[name] = graph.call_function(ops.shared, (inputs[name], group))
+            inputs[name].meta[PIECE] = piece
 
 
 def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:

@@ -168,11 +168,11 @@ def _count(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
 
 def readers_nearby(x: fx.Node) -> list[fx.Node]:
     """Return the readers of `x`, their readers, and the readers of these."""
-    found, near = [], [x]
+    readers, near = [], [x]
     for _ in range(3):  # the longest chain that is looked for: `abs`, the amax of rows, their amax
         near = [user for node in near for user in node.users]
-        found += near
-    return list(dict.fromkeys(found))
+        readers += near
+    return list(dict.fromkeys(readers))
 
 
 def is_amax(node: fx.Node) -> bool:

@@ -68,18 +68,18 @@ def transforms(graph: fx.Graph, around: tuple[Transform, ...] = ()) -> dict[fx.N
 
     around: the transforms around the graph itself.
     """
-    found: dict[fx.Node, tuple[Transform, ...]] = {}
+    transforms_of: dict[fx.Node, tuple[Transform, ...]] = {}
     inside = around
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name in _OPENING:
             inside = *inside, _OPENING[name]
         if inside:
-            found[node] = inside
+            transforms_of[node] = inside
         if name in _CLOSING and inside[len(around) :]:  # the call that closes a transform is still inside of it
             last = max(i for i, t in enumerate(inside) if t is _CLOSING[name])
             inside = inside[:last]
-    return found
+    return transforms_of
 
 
 def held_by(inside: Sequence[Transform]) -> Reject:

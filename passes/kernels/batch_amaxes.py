@@ -142,11 +142,11 @@ def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
     for slot in slots:
         slot.depth = depths[slot.inverse]
     needed = {slot: max(slot.depth, min(depths[user] for user in slot.inverse.users)) for slot in slots}
-    found = []
+    groups = []
     for depth in sorted(set(needed.values())):
         group = [s for s in slots if needed[s] == depth]
-        found += [group[i : i + MAX_SLOTS_PER_KERNEL] for i in range(0, len(group), MAX_SLOTS_PER_KERNEL)]
-    return found
+        groups += [group[i : i + MAX_SLOTS_PER_KERNEL] for i in range(0, len(group), MAX_SLOTS_PER_KERNEL)]
+    return groups
 
 
 class _Rewriter:

@@ -60,10 +60,10 @@ class FoldQuantizes:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every match; return their number."""
-        found = [m for node in graph.nodes if (m := match(node)) is not None]
-        if found:
+        matches = [m for node in graph.nodes if (m := match(node)) is not None]
+        if matches:
             build = context.builder(graph, self.name)
-            for x_q, x, scale in found:
+            for x_q, x, scale in matches:
                 build.replace(x_q, build.emit(x_q, QUANTIZE, x, scale, val(x_q).dtype))
             graph.eliminate_dead_code()
-        return len(found)
+        return len(matches)

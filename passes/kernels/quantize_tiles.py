@@ -73,17 +73,17 @@ class QuantizeTiles:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every match that passes `check`, move the others; return the number of matches."""
-        found = [m for node in graph.nodes if (m := match(node)) is not None]
-        if not found:
+        matches = [m for node in graph.nodes if (m := match(node)) is not None]
+        if not matches:
             return 0
         build = context.builder(graph, self.name)
-        for m in found:
+        for m in matches:
             if check(m):
                 _rewrite(build, m)
             else:
                 _move(build, m)
         graph.eliminate_dead_code()
-        return len(found)
+        return len(matches)
 
 
 def _move(build: Builder, m: Match) -> None:
@@ -101,7 +101,7 @@ def _move(build: Builder, m: Match) -> None:
 
 
 def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
-    """Return `x` as a buffer at this position: else Inductor would compute it where it is read, late and unfused."""
+    """Return `x` as a buffer at this position: without it Inductor computes `x` where it is read, late and unfused."""
     made = emit(FORCE_STRIDE_ORDER, x, list(val(x).stride()))
     made.meta[TILED] = tiled
     return made
@@ -142,11 +142,11 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
     # `joined` is an elementwise op, which torch 2.11, too, fuses in any order of loops; `cat` is not
     xs = [build.emit(at, JOINED, p.args[0]) if is_pile(p) else p for p in xs]
     parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
-    # one buffer for all that read more of `x` than its amax and its quantize; else they cost another pass over it
+    # one buffer for all that read more of `x` than its amax and its quantize; otherwise they cost another pass over it
     if len(parts) == 1 and m.x.op != "placeholder" and shared:
         made = build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
         for reader in [u for u in m.x.users if u.target is triton_kernel_wrapper_functional]:
-            # `requantize_saturated` reads the tensor: this buffer, or else another kernel would compute it once more
+            # `requantize_saturated` reads the tensor: without this buffer another kernel would compute it once more
             reader.replace_input_with(m.x, build.emit(reader, aten.reshape.default, made, list(val(m.x).shape)))
         return [made]
     return parts
@@ -167,7 +167,7 @@ def _repeat(build: Builder, x: fx.Node) -> None:
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
-    """Return the parts of `x = cat(parts, -1)` if two of them read one tensor, or one takes many ops; else `[x]`.
+    """Return the parts of `x = cat(parts, -1)` if two of them read one tensor, or one takes many ops; otherwise `[x]`.
 
     Each part then gets its own computation. Where Inductor computes a cat element by element, it reads a common tensor
     once for each part, and computes all parts for every element.

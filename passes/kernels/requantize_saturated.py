@@ -62,14 +62,14 @@ class RequantizeSaturated:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every match that passes `check`; return their number."""
-        found = [(n, m) for n in graph.nodes if (m := match(n)) is not None and check(n)]
-        if not found:
+        matches = [(n, m) for n in graph.nodes if (m := match(n)) is not None and check(n)]
+        if not matches:
             return 0
         build = context.builder(graph, self.name)
-        for x_q, (flag, delayed) in found:
+        for x_q, (flag, delayed) in matches:
             _rewrite(build, x_q, flag, delayed)
         graph.eliminate_dead_code()
-        return len(found)
+        return len(matches)
 
 
 def _rewrite(build: Builder, x_q: fx.Node, flag: fx.Node, delayed: fx.Node) -> None:

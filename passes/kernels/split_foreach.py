@@ -58,11 +58,11 @@ class SplitForeach:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every op that has large tensors, if the graph quantizes; return their number."""
-        found = [n for n in graph.nodes if match(n)]
-        if not found or not any(dtype_of(n) in FP8_DTYPES for n in graph.nodes if n.op == "call_function"):
+        matches = [n for n in graph.nodes if match(n)]
+        if not matches or not any(dtype_of(n) in FP8_DTYPES for n in graph.nodes if n.op == "call_function"):
             return 0
         build, applied = context.builder(graph, self.name), 0
-        for node in found:
+        for node in matches:
             if apart := large(node):
                 _rewrite(build, node, match(node), apart)
                 applied += 1
@@ -71,10 +71,10 @@ class SplitForeach:
 
 def _rewrite(build: Builder, node: fx.Node, op: str, apart: list[int]) -> None:
     lists = [a for a in node.args if isinstance(a, (list, tuple))]
-    others = [i for i in range(len(lists[0])) if i not in apart]
+    together = [i for i in range(len(lists[0])) if i not in apart]
     rest = None
-    if others:
-        args = [[a[i] for i in others] if isinstance(a, (list, tuple)) else a for a in node.args]
+    if together:
+        args = [[a[i] for i in together] if isinstance(a, (list, tuple)) else a for a in node.args]
         rest = build.emit(node, node.target, *args, **node.kwargs)
     of_each = {i: _one(build, node, op, i) for i in apart}
     for user in list(node.users):
@@ -83,7 +83,7 @@ def _rewrite(build: Builder, node: fx.Node, op: str, apart: list[int]) -> None:
             new = of_each[i]  # type: ignore[index]
         else:
             assert rest is not None
-            new = build.emit(user, operator.getitem, rest, others.index(i))  # type: ignore[arg-type]
+            new = build.emit(user, operator.getitem, rest, together.index(i))  # type: ignore[arg-type]
         build.replace(user, new)
     build.graph.erase_node(node)
 

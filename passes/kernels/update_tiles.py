@@ -50,14 +50,14 @@ class UpdateTiles:
         """
         waiting = read_written(graph)
         matches = (m for node in graph.nodes if (m := match(node)) is not None)
-        found = [(m, into) for m in matches if check(m) and (into := _destinations(m))]
-        if not found:
+        wanted = [(m, into) for m in matches if check(m) and (into := _destinations(m))]
+        if not wanted:
             return waiting
         build = context.builder(graph, self.name)
-        for m, into in found:
+        for m, into in wanted:
             _rewrite(build, m, into)
         graph.eliminate_dead_code()
-        return waiting + len(found)
+        return waiting + len(wanted)
 
 
 def _rewrite(build: Builder, m: Match, into: list[fx.Node]) -> None:
@@ -133,14 +133,14 @@ class _InTiles:
 
     def _fits(self, x: fx.Node) -> bool:
         """Return whether `x` is not a view, and each input has the same shape or is the same for all rows."""
-        # a view in the whole tensor's shape, of a transpose say, is not the same view of each tile
+        # a view in the whole tensor's shape, as of a transpose, is not the same view of each tile
         if not _is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
             return False
         shapes = [val(a).shape for a in x.all_input_nodes]
         return all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
 
 
-def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.Node]) -> fx.Node:
+def _update_in_tiles(build: Builder, m: Match, tiles: list[int], computed: list[fx.Node]) -> fx.Node:
     """Emit `x`, which an update computes, in tiles, with the update's other writes: one kernel that reads once.
 
     These are all writes into graph inputs of the shape of `x` whose value is computed from the same large tensors.
@@ -151,7 +151,7 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
         alike = val(value).shape == val(m.x).shape and _is_elementwise(value)
         return alike and bool(made_of & _large_sources(value))
 
-    copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
+    copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in computed]
     writes = [n for n in copies if first(n).op == "placeholder" and belongs(as_node(n.args[1]))]
     amaxes = [n for n in build.graph.nodes if is_amax(n) and belongs(of_amax(n)) and of_amax(n) is not m.x]
     # before any write to an input that the emitted nodes may read

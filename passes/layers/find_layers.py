@@ -102,19 +102,19 @@ class Refusal:
 
 def match(module: fx.GraphModule) -> list[Piece]:
     """Return the outermost calls that have an equal, in graph order."""
-    level, found, depth = [Piece(_calls(module.graph))], list[Piece](), 0
+    level, layers, depth = [Piece(_calls(module.graph))], list[Piece](), 0
     while level:
         inner = [call for piece in level for call in _within(piece.nodes, depth)]
         calls = [call for call in inner if _matmuls(module, call.nodes) >= SMALLEST]
         # one call alone, such as that of the whole model, has no equal
         keys = [structure(call.nodes, module).key for call in calls] if len(calls) > 1 else list(range(len(calls)))
         times = Counter(keys)
-        found += [call for call, key in zip(calls, keys, strict=True) if times[key] > 1]
+        layers += [call for call, key in zip(calls, keys, strict=True) if times[key] > 1]
         alone = [call for call, key in zip(calls, keys, strict=True) if times[key] == 1]
         level = [call for call in alone if call.nodes[0].target is not CHECKPOINT]  # regions stay whole
         depth += 1
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    return sorted(found, key=lambda piece: order[piece.nodes[0]])
+    return sorted(layers, key=lambda piece: order[piece.nodes[0]])
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:
@@ -208,14 +208,14 @@ def _operands_shared(
     """
     last_write = {s: i for node, i in at.items() if _writes(module, node) for n in _written(node) for s in _storages(n)}
     hands_over = all(isinstance(recipe, (DelayedScaling, DynamicScaling)) for recipe in config.recipes)
-    for operand, found in _readers(at).items():
+    for operand, readers in _readers(at).items():
         is_plain = not is_traceable_wrapper_subclass(operand.meta.get("example_value"))
         is_cached = operand in names.owned and config.caches_weights
-        in_layer = operand in at and bool(pieces[at[operand]].layer) and at[operand] in found
+        in_layer = operand in at and bool(pieces[at[operand]].layer) and at[operand] in readers
         is_written = any(last_write.get(storage, 0) > at.get(operand, 0) for storage in _storages(operand))
         if hands_over and is_plain and not is_cached and not in_layer and not is_written:
             continue
-        yield Refusal(min(found), max(found), f"{_called(operand, names)} is quantized once for all of them")
+        yield Refusal(min(readers), max(readers), f"{_called(operand, names)} is quantized once for all of them")
 
 
 def _readers(at: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:

@@ -163,7 +163,7 @@ class _Outliner:
         self.pieces = pieces
         self.own = {node for piece in pieces for node in piece.nodes}
         self.results: dict[fx.Node, fx.Node] = {}
-        """The node that stands, outside of the functions, for each output of a piece."""
+        """For each output of a piece, the node that replaces it outside of the functions."""
 
     def rewrite(self) -> dict[str, Body]:
         """Replace the nodes of each piece with a call; return the functions by the names of their graphs."""

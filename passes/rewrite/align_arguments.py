@@ -27,7 +27,7 @@ from fp8pass.quant.kernel_ops import ALIGNED, ROUNDED
 
 
 def match(scale: fx.Node) -> fx.Node | None:
-    """Return the tensor to copy if `scale` is one number: the vector that it is an element of, or else the number.
+    """Return the tensor to copy if `scale` is one number: the vector that it is an element of, otherwise the number.
 
     None if it is such a copy already.
     """

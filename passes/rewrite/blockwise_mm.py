@@ -103,7 +103,9 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
     if moved.dim() != 2:
         raise Reject("batches", f"{at(node)} has a scale for each block, and is one of {moved.shape[0]} matrices")
     if moved.untyped_storage()._cdata != x_q.untyped_storage()._cdata:
-        raise Reject("block layout", f"{at(node)} is laid out anew before the matmul, and its blocks are not")
+        raise Reject(
+            "block layout", f"{at(node)} is copied to another layout before the matmul, and its scales are not"
+        )
     height, width = rows // int(val(scale_inv).shape[0]), columns // int(val(scale_inv).shape[1])
     if (tuple(moved.shape), moved.stride()) == (along, strides):
         return Blocks(dq.x_q, scale_inv, False, width, height == width)

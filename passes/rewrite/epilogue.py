@@ -105,6 +105,7 @@ def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
         return replace(so_far, end=node, dtype=val(node).dtype)
     if node.target in _LOWER or node.target in _UPPER:
         return _clamped(so_far, node)
+    # the kernel scales, adds the bias, then saturates: a factor after the bias, or an op after a clamp, is not folded
     if (node.target in MULTIPLYING or node.target in DIVIDING) and so_far.bias is None and not clamped:
         return _scaled(so_far, node)
     if node.target is aten.add.Tensor and so_far.bias is None and not clamped:
@@ -153,7 +154,7 @@ def _is_vector(bias: fx.Node, matmul: fx.Node, product: fx.Node) -> bool:
 
 
 def _source_of_cast(bias: fx.Node) -> fx.Node:
-    """Return the bfloat16 or float16 source of a bias cast to float32, else the bias: kernels take no float32 bias."""
+    """Return the bfloat16 or float16 source of a bias cast to float32, or the bias: kernels take no float32 bias."""
     widened = is_wide_cast(bias) and val(first(bias)).dtype in HALF and val(bias).dtype == torch.float32
     return first(bias) if widened else bias
 

@@ -122,13 +122,13 @@ class GroupedMM:
         for node, gemm in todo.items():
             target = hardware.target_of(val(node).device, context.config.target)
             try:
-                found = match(node, rewriter.build.mode)
-                check(node, found, target)
+                matched = match(node, rewriter.build.mode)
+                check(node, matched, target)
             except Reject as reject:
                 if node.target is GROUPED_MM and not gemm.reason:
                     gemm.rule, gemm.reason = reject.rule, str(reject)
             else:
-                rewriter.rewrite(node, found, gemm)
+                rewriter.rewrite(node, matched, gemm)
                 applied += 1
         graph.eliminate_dead_code()
         return applied
@@ -161,12 +161,12 @@ class _Rewriter:
         gemm.scaling = gemm.scaling or "user"
         gemm.dtypes = short(E4M3), short(E4M3), gemm.dtypes[2]
 
-    def _rows(self, found: ByRows) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
-        a = self.layout.rows_of_a(found.a.apply_views(self._emit, self.moved))
-        b = self.layout.rows_of_b(found.b.apply_views(self._emit, self.moved))
+    def _rows(self, by_rows: ByRows) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
+        a = self.layout.rows_of_a(by_rows.a.apply_views(self._emit, self.moved))
+        b = self.layout.rows_of_b(by_rows.b.apply_views(self._emit, self.moved))
         offs = self.matmul.args[2] if self.matmul.target is GROUPED_MM and len(self.matmul.args) > 2 else None
         assert isinstance(offs, fx.Node | None)
-        return a, self.layout.transposed(b), self._scales(found.a, -1), self._scales(found.b, -2), offs
+        return a, self.layout.transposed(b), self._scales(by_rows.a, -1), self._scales(by_rows.b, -2), offs
 
     def _scales(self, dq: Dequantize, dim: int) -> fx.Node:
         """Return the scales of the rows, f32[M] or f32[G, M], contiguous."""

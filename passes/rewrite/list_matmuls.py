@@ -219,13 +219,13 @@ def added(node: fx.Node) -> fx.Node | None:
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that depend on an incoming gradient."""
-    found: set[fx.Node] = set()
+    backward: set[fx.Node] = set()
     for node in graph.nodes:
         # AOTAutograd's name for the gradients of the outputs in a joint graph
         tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if tangent or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if tangent or any(n in backward for n in node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
 def save_for_backward(graph: fx.Graph, chosen: Callable[[fx.Node, set[fx.Node]], bool]) -> int:
@@ -244,10 +244,10 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
     """Return a sentence for every FP8 tensor that is dequantized and not read by a matmul."""
     notes = []
     for node in filter(is_dequantizing, graph.nodes):
-        found = readers(node, changes_places)
-        if not found or _is_scale(node) or feeds_matmul(node) or SAVED_FP8 in _custom(node):
+        nodes = readers(node, changes_places)
+        if not nodes or _is_scale(node) or feeds_matmul(node) or SAVED_FP8 in _custom(node):
             continue
-        names = " and ".join(map(_name, found[:3]))
+        names = " and ".join(map(_name, nodes[:3]))
         matmuls = "not for mm, addmm, bmm or baddbmm, the only ops that run in FP8"
         notes.append(f"{at(first(node))} is dequantized for {names}, {matmuls}")
     return list(dict.fromkeys(notes))
@@ -274,7 +274,7 @@ def root(node: fx.Node) -> fx.Node:
         source = node.args[0]
         scales = node.target in MULTIPLYING or node.target in DIVIDING
         if not isinstance(source, fx.Node) or (scales and one_number(node.args[1]) is None):
-            break  # the product of two tensors, an activation and its gate say, is another tensor
+            break  # the product of two tensors, such as an activation and its gate, is another tensor
         node = source
     return node
 
@@ -286,13 +286,13 @@ def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: lis
     "output" if neither operand is one of the forward's. of_copy: True if the first operand was computed again, for
     `save_fp8`, so that the forward does not read it.
     """
-    found: list[tuple[bool, Kind]] = []
+    kinds: list[tuple[bool, Kind]] = []
     for f in forward:
         if f.b in roots and f.a is not f.b:
-            found.append((_equal(contracted, f.n), "grad_input"))
+            kinds.append((_equal(contracted, f.n), "grad_input"))
         if f.a in roots:
-            found.append((_equal(contracted, f.m), "grad_weight"))
-    return max(found, key=lambda kind: kind[0], default=(False, "grad_weight" if of_copy else "output"))[1]
+            kinds.append((_equal(contracted, f.m), "grad_weight"))
+    return max(kinds, key=lambda kind: kind[0], default=(False, "grad_weight" if of_copy else "output"))[1]
 
 
 def _is_of_branchs_backward(node: fx.Node) -> bool:
@@ -304,13 +304,13 @@ def _is_of_branchs_backward(node: fx.Node) -> bool:
 
 def _layer_of(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: dict[int | None, list[_Forward]]) -> int | None:
     """Return the index of the choice of the only layer that a matmul of its backward can belong to; None if unknown."""
-    found = {
+    layers = {
         index
         for index, of in forward.items()
         for f in of
         if (f.b in roots and _equal(contracted, f.n)) or (f.a in roots and _equal(contracted, f.m))
     }
-    return found.pop() if len(found) == 1 else None
+    return layers.pop() if len(layers) == 1 else None
 
 
 def _is_turned(operand: fx.Node) -> bool:
@@ -343,7 +343,7 @@ def _why_unknown(node: fx.Node) -> Reject:
     if is_convolution(node):
         return _CONVOLUTION
     if origin == str(node.target):
-        return Reject("region", "inside a separate graph, which fp8pass does not enter; compile its inside by itself")
+        return Reject("region", "inside a separate graph, which fp8pass does not enter; compile its body separately")
     if origin == "_autograd_grad":  # the function by which torch.func takes gradients
         return Reject("torch.func", f"of a gradient of torch.func, {DERIVED}")
     if origin.startswith("linalg_") or origin in _LINEAR_ALGEBRA:

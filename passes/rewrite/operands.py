@@ -137,16 +137,20 @@ class Dequantize:
     rows: RowScale | None = None
     blocks: fx.Node | None = None
 
-    def apply_views(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+    def apply_views(self, emit: Emit, emitted: dict[fx.Node, Any]) -> Any:
         """Return the FP8 operand, with all movement done by `emit`.
 
-        known: results by op; those made before are reused, and new ones are added.
+        emitted: results by op; those made before are reused, and new ones are added.
         """
-        x = self._joined(self.x_q, emit, known) if isinstance(self.x_q, Joined) else self._leaf(self.x_q, emit, known)
+        x = (
+            self._joined(self.x_q, emit, emitted)
+            if isinstance(self.x_q, Joined)
+            else self._leaf(self.x_q, emit, emitted)
+        )
         for node in self.movement:
-            if node not in known:
-                known[node] = view_ops.move(node, x, self.dtype, emit)
-            x = known[node]
+            if node not in emitted:
+                emitted[node] = view_ops.move(node, x, self.dtype, emit)
+            x = emitted[node]
         return x
 
     def _leaf(self, x_q: fx.Node, emit: Emit, known: dict[fx.Node, Any]) -> Any:
@@ -154,11 +158,11 @@ class Dequantize:
             known[x_q] = view_ops.pinned(x_q, emit)
         return known[x_q]
 
-    def _joined(self, source: Joined, emit: Emit, known: dict[fx.Node, Any]) -> Any:
-        if source.node not in known:
-            parts = {node: self._part(node, dq, emit, known) for node, dq in source.parts}
-            known[source.node] = view_ops.join(source.node, parts, self.dtype, emit)
-        return known[source.node]
+    def _joined(self, source: Joined, emit: Emit, emitted: dict[fx.Node, Any]) -> Any:
+        if source.node not in emitted:
+            parts = {node: self._part(node, dq, emit, emitted) for node, dq in source.parts}
+            emitted[source.node] = view_ops.join(source.node, parts, self.dtype, emit)
+        return emitted[source.node]
 
     def _part(self, node: fx.Node, dq: Dequantize | None, emit: Emit, known: dict[fx.Node, Any]) -> Any:
         if dq is None:  # zeros, which are 0 in FP8 under any scale
@@ -177,17 +181,17 @@ def dequantize(operand: fx.Node) -> Dequantize:
     return captured
 
 
-def _walk(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
-    """Capture `operand`, or return its capture from `known`.
+def _walk(operand: fx.Node, captured: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
+    """Capture `operand`, or return its capture from `captured`.
 
-    known: captures by node. Nested joins may contain one part very many times.
+    captured: captures by node. Nested joins may contain one part very many times.
     """
-    if operand not in known:
-        known[operand] = _walk_on(operand, known, depth)
-    return known[operand]
+    if operand not in captured:
+        captured[operand] = _walk_on(operand, captured, depth)
+    return captured[operand]
 
 
-def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
+def _walk_on(operand: fx.Node, captured: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
     node, scale = operand, UNSCALED
     moves: list[fx.Node] = []
     rows: RowScale | None = None
@@ -198,7 +202,7 @@ def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> 
             x_q = first(node)
             return Dequantize(x_q, tuple(reversed(moves)), scale, val(x_q).dtype, rows, blocks=node)
         if node.target in JOINS:
-            join = _join(node, known, depth)
+            join = _join(node, captured, depth)
             return replace(join, movement=tuple(reversed(moves)), scale=scale * join.scale, rows=rows)
         # the first factor that differs between rows; `scaled_input` refuses a second one
         if node.target in MULTIPLYING | DIVIDING and rows is None and (by_row := scaled_rows(node)) is not None:
@@ -299,14 +303,14 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     return factor
 
 
-def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
+def _join(node: fx.Node, captured: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
     """Capture a cat or where of tensors that share one scale, or are 0. Raises Reject for any other."""
     if depth == MAX_DEPTH:
-        raise Reject("join", f"{at(node)} is one of more than {MAX_DEPTH} joins within joins")
+        raise Reject("join", f"{at(node)} is one of more than {MAX_DEPTH} nested joins")
     tensors = view_ops.joined(node)
     for n in filter(constant, tensors):  # not those for which `constant` is None, or 0
         raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every finite scale")
-    parts = [(n, None if constant(n) == 0 else _walk(n, known, depth + 1)) for n in tensors]
+    parts = [(n, None if constant(n) == 0 else _walk(n, captured, depth + 1)) for n in tensors]
     scaled = [dq for _, dq in parts if dq is not None]
     if not scaled:
         raise Reject("not float8", f"{at(node)} holds nothing but zeros")
@@ -343,8 +347,8 @@ def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     op = str(node.target).removesuffix(".default")
     return Reject(
         "op between",
-        f"{at(node)} = {op} stands between {x_q.name} and the matmul; only movement of elements, negation and scaling "
-        "by one number, or one per row, can change places with it",
+        f"{at(node)} = {op} is between {x_q.name} and the matmul; only movement of elements, negation and scaling by "
+        "one number, or one per row, commute with the matmul",
     )
 
 

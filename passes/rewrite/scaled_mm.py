@@ -11,7 +11,7 @@ changes  y by the rounding of a, b and intermediate results to bf16, which no lo
 1. Movement is done on the FP8 tensor, once for all matmuls that read the same tensor (operands.py, view_ops.py).
 2. Operands are laid out along K and padded (layout.py); the result is sliced back.
 3. Ops that follow go into the kernel where possible (epilogue.py); a bias that cannot is added after the kernel.
-4. Batches are flattened if one operand is the same for all of them; else each batch gets a call (batches.py).
+4. Batches are flattened if one operand is the same for all of them; otherwise each batch gets a call (batches.py).
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ def _has_row_kernel(m: Match, target: str | Target | None) -> bool:
 
 
 def _fp8_operands(
-    dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, emit: Emit, known: dict[fx.Node, Any]
+    dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, emit: Emit, emitted: dict[fx.Node, Any]
 ) -> tuple[Fp8Operand, Fp8Operand]:
     """Return the operands with all movement done by `emit`, and their scales without the summed dimension."""
     a, b = (
-        Fp8Operand(dq.apply_views(emit, known), None if dq.rows is None else dq.rows.apply_views(dim, mode, emit))
+        Fp8Operand(dq.apply_views(emit, emitted), None if dq.rows is None else dq.rows.apply_views(dim, mode, emit))
         for dq, dim in ((dq_a, -1), (dq_b, -2))
     )
     return a, b
@@ -219,12 +219,12 @@ class ScaledMM:
                 rejects += check_batches(*(Fp8Operand(val(x)) for x in operands(node)))
             else:
                 dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
-                found = match(node, dq_a, dq_b, mode, fakes, target)
-                rejects = check_batches(found.a, found.b) + check_scale(found)
+                matched = match(node, dq_a, dq_b, mode, fakes, target)
+                rejects = check_batches(matched.a, matched.b) + check_scale(matched)
             if rejects:
                 _decline(gemm, captured, rejects)
             else:
-                rewriter.rewrite(found, gemm)
+                rewriter.rewrite(matched, gemm)
                 applied += 1
         if applied:
             graph.eliminate_dead_code()
@@ -234,14 +234,14 @@ class ScaledMM:
 def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reject]) -> None:
     """Set the verdict of a declined matmul.
 
-    If an operand is not quantized, a reason that the annotate pass gave stays; else `rejects` give the reason.
+    If an operand is not quantized, a reason that the annotate pass gave stays; otherwise `rejects` give the reason.
     """
     quantized = [isinstance(c, Dequantize) or c.rule != "not float8" for c in captured]
     gemm.quantized, gemm.near_miss = all(quantized), any(quantized) and len(rejects) == 1
     if gemm.reason and not gemm.quantized:
         return
     gemm.rule = rejects[0].rule
-    alone = "; nothing else was found against it" if gemm.near_miss else ""
+    alone = "; no other rule declines it" if gemm.near_miss else ""
     gemm.reason = "; and ".join(dict.fromkeys(map(str, rejects))) + alone
 
 

@@ -56,7 +56,7 @@ def _is_record(node: Any) -> bool:
 
 
 def _drop_copies(graph: fx.Graph) -> None:
-    """Replace `copy(buffer, x)` between records by x."""
+    """Replace `copy(buffer, x)` between records by x: a copy would end the chain."""
     for node in graph.nodes:  # AOTAutograd's functionalization turns `buffer.copy_(x)` into `aten.copy`
         if node.target is aten.copy.default and _is_record(node.args[1]):
             node.replace_all_uses_with(node.args[1])

@@ -7,7 +7,7 @@ changes  gradients: the op's are taken at the quantized result, as in the annota
 
 The save_fp8 pass has marked the quantize and the dequantize. Runs before the rewrites, which remove the dequantize.
 
-What takes the place of a result has its strides. torch makes cuDNN's plan for the backward of attention once for the
+What replaces a result has its strides. torch makes cuDNN's plan for the backward of attention once for the
 strides of q, k and v, and the plan knows the strides of the result that attention has for those: it would read a result
 in another layout as if it were in that one. So if another library runs the op, its forward and its backward get a note,
 by which `keep_strides` makes Inductor give both calls the strides that the graph has.
@@ -39,7 +39,7 @@ _MOVES = {*RESHAPES, *COPIES, aten.permute.default}
 class Match:
     """The `moves` of a `result` that lead to an operand, last one first, and `copy`, the operand dequantized.
 
-    readers: the nodes of the backward that read the result, each with the node, an alias say, by which it does.
+    readers: the nodes of the backward that read the result, each with the node that it reads, perhaps an alias.
     """
 
     result: fx.Node
@@ -56,13 +56,13 @@ class ReadCopies:
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every match; return the number of reads that changed."""
         backward = backward_nodes(graph)
-        found = [m for node in graph.nodes if (m := match(node, backward)) is not None]
-        for m in found:
+        matches = [m for node in graph.nodes if (m := match(node, backward)) is not None]
+        for m in matches:
             _note_strides(m, backward)
             for reader, alias in m.readers:
                 build = context.builder(graph, self.name)
                 reader.replace_input_with(alias, _laid_out(build, reader, _moved_back(build, reader, m), val(m.result)))
-        return sum(len(m.readers) for m in found)
+        return sum(len(m.readers) for m in matches)
 
 
 def match(copy: fx.Node, backward: set[fx.Node]) -> Match | None:

@@ -38,10 +38,10 @@ class UseTransposes:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Remove every `with_transpose`, and replace transposed copies of its result; return the number of ops."""
-        found = [n for n in graph.nodes if n.target is WITH_TRANSPOSE]
-        for node in found:
+        matches = [n for n in graph.nodes if n.target is WITH_TRANSPOSE]
+        for node in matches:
             for copy in match(node):
                 copy.replace_all_uses_with(as_node(node.args[1]))
             node.replace_all_uses_with(first(node))
         graph.eliminate_dead_code()
-        return len(found)
+        return len(matches)

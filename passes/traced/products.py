@@ -116,7 +116,7 @@ class _Number:
 def _is_impure(node: fx.Node) -> bool:
     tags, schema = getattr(node.target, "tags", ()), getattr(node.target, "_schema", None)
     if schema is None:
-        return "getitem" not in str(node.target)  # a control-flow operator, say
+        return "getitem" not in str(node.target)  # as in a control-flow operator
     return torch.Tag.nondeterministic_seeded in tags or schema.is_mutable
 
 
@@ -129,11 +129,11 @@ def base(node: fx.Node) -> fx.Node:
 
 def chain(node: fx.Node) -> list[fx.Node]:
     """Return the views that lead from `base(node)` to `node`, in order."""
-    found = []
+    nodes = []
     while node.target in VIEWS and is_tensor(node.args[0]):
-        found.append(node)
+        nodes.append(node)
         node = node.args[0]
-    return found[::-1]
+    return nodes[::-1]
 
 
 def backward_of(graph: fx.Graph) -> set[fx.Node]:
@@ -160,11 +160,11 @@ def _is_one(node: fx.Node) -> bool:
 
 
 def _dependents(graph: fx.Graph, seeds: list[fx.Node]) -> set[fx.Node]:
-    found = set(seeds)
+    dependents = set(seeds)
     for node in graph.nodes:
-        if any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(n in dependents for n in node.all_input_nodes):
+            dependents.add(node)
+    return dependents
 
 
 class Finder:
@@ -284,13 +284,13 @@ def _fits(output: fx.Node, node: fx.Node, product: Product, position: int, facto
     """Return whether sizes and strides are those of this product of the layer."""
     a, b = operands(output)
     read = val(b if product.kind == "grad_input" else a)
-    shape, mine = list(read.shape), list(val(factor).shape)
+    shape, factor_shape = list(read.shape), list(val(factor).shape)
     gradient, of_output = list(val(operands(node)[1 - position]).shape), list(val(output).shape)
     if product.is_transposed(position):
         shape[-2:] = shape[:-3:-1]
     if product.is_transposed(1 - position):
         of_output[-2:] = of_output[:-3:-1]
-    if not (_equal(shape, mine) and _equal(gradient, of_output)):
+    if not (_equal(shape, factor_shape) and _equal(gradient, of_output)):
         return False
     if not _equal(shape[-1:], shape[-2:-1]):
         return True

@@ -198,24 +198,26 @@ class _Planner:
         return replace(call, recipe=for_instance(call.recipe, choice.name, has_owner=True))
 
     def _has_one_recipe(self, nodes: Sequence[fx.Node]) -> bool:
-        found = set()
+        recipes = set()
         for node in nodes:
             name, (a, b) = self._name(node), operands(node)
             *_, m, k = val(a).shape
             config = self.context.config
-            found.add((config.recipe_of(name)[0], bool(config.leaves_out(name, m, k, val(b).shape[-1]))))
-        return len(found) == 1
+            recipes.add((config.recipe_of(name)[0], bool(config.leaves_out(name, m, k, val(b).shape[-1]))))
+        return len(recipes) == 1
 
     def _plan(self, layer: Layer, name: str, product: Product, pair: Pair) -> None:
         by_role = dict(zip(Product(product.node, product.kind).roles, pair, strict=True))
-        found: list[Factor] = []
+        factors: list[Factor] = []
         for position, role in enumerate(product.roles):
             quantizer = by_role[role]
             assert quantizer is not None
-            found.append((_turned(quantizer, product, position), self._slot(layer, name, product, position, quantizer)))
-        self.factors[product.node] = product, (found[0], found[1])
+            factors.append(
+                (_turned(quantizer, product, position), self._slot(layer, name, product, position, quantizer))
+            )
+        self.factors[product.node] = product, (factors[0], factors[1])
         for repeat in layer.repeats if product.kind == "output" else ():
-            self.factors[repeat] = replace(product, node=repeat), (found[0], found[1])
+            self.factors[repeat] = replace(product, node=repeat), (factors[0], factors[1])
 
     def _slot(self, layer: Layer, name: str, product: Product, position: int, quantizer: ops.Quantizer) -> _Slot | None:
         if not isinstance(quantizer, (ops.Delayed, ops.Static)):
@@ -233,13 +235,13 @@ class _Planner:
         by_recipe: dict[DelayedScaling | StaticScaling, list[_Slot]] = {}
         for slot in self.slots.values():
             by_recipe.setdefault(slot.quantizer.recipe, []).append(slot)
-        found: list[SlotTable] = []
+        tables: list[SlotTable] = []
         for recipe, slots in by_recipe.items():
             slots.sort(key=lambda s: s.role == "grad_output")
             for position, slot in enumerate(slots):
-                slot.table, slot.position = len(found), position
-            found.append(_table(recipe, slots, self.device, self.records))
-        return found
+                slot.table, slot.position = len(tables), position
+            tables.append(_table(recipe, slots, self.device, self.records))
+        return tables
 
 
 def _table(recipe: Any, slots: Sequence[_Slot], device: Any, records: bool) -> SlotTable:

@@ -38,7 +38,7 @@ def test_a_near_miss_names_the_condition_and_the_line(caplog: pytest.LogCaptureF
     assert gemm.quantized
     line = columns.__code__.co_firstlineno + 1
     assert gemm.reason == (
-        f"mul (test_operands.py:{line}) scales by a tensor of shape [1, 32], which may change along the sum; nothing else was found against it"
+        f"mul (test_operands.py:{line}) scales by a tensor of shape [1, 32], which may change along the sum; no other rule declines it"
     )
     assert report.rules() == {"scale shape": 1}
     summary = "0 of 1 matmuls in FP8, 0% of matmul FLOPs (1 graph); declined: 1 scale shape"

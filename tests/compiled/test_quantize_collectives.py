@@ -31,6 +31,6 @@ def test_layers_that_read_it_in_high_precision_are_named() -> None:
     parallelize_module(attention, mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
     model = nn.Sequential(attention)
     report = fp8pass.explain(model, torch.randn(16, 32), config=Config(filter=["0.k", "0.v"]))
-    (note,) = [n for n in report.notes if "brings in" in n]
+    (note,) = [n for n in report.notes if "the result of all_gather" in n and " in float32" in n]
     readers, _, what = note.split(": ", 1)[1].partition(" read ")
-    assert readers == "0.k (filter) and 0.v (filter)" and what.startswith("what all_gather_into_tensor")
+    assert readers == "0.k (filter) and 0.v (filter)" and what.startswith("the result of all_gather_into_tensor")

@@ -102,7 +102,7 @@ def rewritten(function: Function, *inputs: Tensor, times: int = 1) -> tuple[fx.G
     after = copied(before)
     context = Context(Config(recipe=None))
     assert QuantizeCollectives().run(after.graph, context) == times, context.notes
-    assert len(context.notes) == 1 and context.notes[0].startswith(f"{times} collectives bring FP8, ")
+    assert len(context.notes) == 1 and context.notes[0].startswith(f"{times} collectives send FP8, ")
     run(after)  # verifies the graph
     once = text(after)
     again = Context(Config(recipe=None))

@@ -114,7 +114,7 @@ RULES: list[Rule] = [
     ]),
     Rule("P4", "convert, divided by a scale", "accepts", "accepts", [
         Case("divided by a scale", lambda a, b, x, y: (a.float() / x) @ (b.float() / y), (A, B, s(), s(2))),
-        Case("number divided by float8", lambda a, b: (2 / a.float()) @ b.float(), (A, B), 0, "reciprocal = aten.reciprocal stands between a_1 and the matmul; .*; nothing else was found against it"),
+        Case("number divided by float8", lambda a, b: (2 / a.float()) @ b.float(), (A, B), 0, "reciprocal = aten.reciprocal is between a_1 and the matmul; .*; no other rule declines it"),
     ]),
     Rule("P5", "bf16, f16 or f32 in between", "accepts; not with an output type that differs", "accepts, any output type", [
         Case("bfloat16", lambda a, b: product(a, b, dtype=BF16), (A, B)),
@@ -151,7 +151,7 @@ RULES: list[Rule] = [
         Case("one side scaled", lambda a, b, x: a.float() @ (b.float() * x), (A, B, s())),
     ]),
     Rule("P12", "only one side FP8", "declines", "declines", [
-        Case("float8 weight alone", lambda a, b: a @ (b.float() * 0.5), (wide(32, 64), B), 0, "operand a_1: float32 is not a float8 tensor times a scale; nothing else was found against it"),
+        Case("float8 weight alone", lambda a, b: a @ (b.float() * 0.5), (wide(32, 64), B), 0, "operand a_1: float32 is not a float8 tensor times a scale; no other rule declines it"),
     ]),
     Rule("P13", "dequantize with other users", "accepts, they keep theirs", "accepts, they keep theirs", [
         Case("another user", lambda a, b: ((x := a.float() * 0.5) @ b.float(), x.relu()), (A, B)),
@@ -218,9 +218,9 @@ RULES: list[Rule] = [
         moving(lambda x: F.pad(x[None], (2, 6, 1, 7), mode="reflect")[0], q(24, 56), B, name="reflect"),
         moving(lambda x: -x, A, B, name="negate"),
         Case("cat of two scales", lambda a, b: torch.cat([a.float() * 0.5, a.float()]) @ b.float(), (A, B), 0, "joins tensors with 2 different scales"),
-        moving(lambda x: x.abs(), A, B, name="abs", calls=0, why="abs_1 = aten.abs stands between arg0_1 and the matmul"),
+        moving(lambda x: x.abs(), A, B, name="abs", calls=0, why="abs_1 = aten.abs is between arg0_1 and the matmul"),
         moving(lambda x, y: x.slice_scatter(y, 0, 0, 4), A, B, wide(4, 64), name="slice scatter", calls=0, why="slice_scatter"),
-        moving(lambda x: x.sum(0), q(2, 32, 64), B, name="reduce", calls=0, why="sum_1 = aten.sum.dim_IntList stands between arg0_1 and the matmul"),
+        moving(lambda x: x.sum(0), q(2, 32, 64), B, name="reduce", calls=0, why="sum_1 = aten.sum.dim_IntList is between arg0_1 and the matmul"),
     ]),
     Rule("S1", "one contracting dimension", "declines others", "accepts: torch flattens them", [
         Case("two contracted", lambda a, b: torch.einsum("abc,bcd->ad", a.float() * 0.5, b.float()), (q(32, 8, 8), q(8, 8, 48))),

@@ -384,7 +384,7 @@ def test_what_sequence_parallel_gathers_is_fp8() -> None:
         "reduce_scatter_tensor float32[4, 4, 32]": 2,
         "all_reduce float32[32]": 2,  # gradients of the biases, which were sums over gathered gradients
     }
-    assert run["notes"] == ["4 collectives bring FP8, 0.0041 MB instead of 0.0164 MB"]
+    assert run["notes"] == ["4 collectives send FP8, 0.0041 MB instead of 0.0164 MB"]
 
 
 def test_a_region_gathers_again() -> None:

@@ -326,7 +326,7 @@ def test_a_step_is_like_that_of_one_process() -> None:
         same(found, runs[0][0])
         like(found, reference)
         assert copies == [(True, 0)] * 3
-        assert "9 of 9 matmuls in FP8" in report and "3 collectives bring FP8" in report
+        assert "9 of 9 matmuls in FP8" in report and "3 collectives send FP8" in report
         assert report.count("block.up") == 3 and "module_calls.py" not in report
         assert skipped == 1 and unchanged
     assert reference["losses"][-1] < reference["losses"][0]
@@ -386,8 +386,8 @@ def test_a_step_resumes_bit_for_bit() -> None:
 def test_layers_that_are_compiled_once_gather_in_fp8() -> None:
     for (once, notes), (each, others) in compiled_once():
         same(once, each)
-        (gathers,) = [note for note in notes if "collectives bring FP8" in note]
-        assert gathers.startswith("5 collectives bring FP8") and gathers in others
+        (gathers,) = [note for note in notes if "collectives send FP8" in note]
+        assert gathers.startswith("5 collectives send FP8") and gathers in others
 
 
 @pytest.mark.variant

@@ -66,7 +66,7 @@ def test_other_readers(read: Callable[[Tensor], Tensor], reader: str) -> None:
         whole = gather(x)
         return scaling.quantize(whole, 2.0, E4M3), read(whole)
 
-    with pytest.raises(Reject, match=f"^{reader}.* reads what .* brings in bfloat16$"):
+    with pytest.raises(Reject, match=f"^{reader}.* reads the result of .* in bfloat16$"):
         capture_gathered(collective(function, X), {})
     assert capture_gathered(collective(lambda x: (read(gather(x)),), X), {}) is None
 
@@ -78,7 +78,7 @@ def test_the_amax_of_a_part() -> None:
         whole = gather(x)
         return scaling.quantize(whole, 2.0, E4M3), scaling.amax(whole.split(8)[0])
 
-    with pytest.raises(Reject, match=r"^amax\S* is not known to be the amax of all that \S+ brings$") as error:
+    with pytest.raises(Reject, match=r"^amax\S* is not known to be the amax of the whole result of \S+$") as error:
         capture_gathered(collective(function, X), {})
     assert error.value.rule == "part"
 

@@ -60,7 +60,7 @@ def of_delayed(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
 
 def test_graph_of_a_quantize_after_an_all_gather() -> None:
     _, module, context = rewritten(delayed(gather), *of_delayed())
-    assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"]
+    assert context.notes == ["1 collectives send FP8, 0.00102 MB instead of 0.00205 MB"]
     expect_graph(
         module,
         """\
@@ -792,10 +792,10 @@ def read_elsewhere(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
 X, SCALES = torch.randn(8, 32).to(BF16), torch.ones(1)
 
 
-WIDE = "{} reads what all_gather_into_tensor brings in bfloat16"
+WIDE = "{} reads the result of all_gather_into_tensor in bfloat16"
 
 
-PART = "amax_1 is not known to be the amax of all that all_gather_into_tensor brings"
+PART = "amax_1 is not known to be the amax of the whole result of all_gather_into_tensor"
 
 
 REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
@@ -811,10 +811,10 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "float64": (
         amax_in_float64,
         (X,),
-        "abs_1 reads what all_gather_into_tensor brings in float64",
+        "abs_1 reads the result of all_gather_into_tensor in float64",
     ),
-    "several": (several, (X,), "what all_gather_into_tensor brings is quantized in 2 ways"),
-    "two formats": (formats, (X,), "what all_gather_into_tensor brings is quantized in 2 ways"),
+    "several": (several, (X,), "the result of all_gather_into_tensor is quantized in 2 ways"),
+    "two formats": (formats, (X,), "the result of all_gather_into_tensor is quantized in 2 ways"),
     "cat": (joined, (X,), WIDE.format("cat")),
     "where": (joined_by_where, (X,), WIDE.format("convert_element_type_2")),
     "a choice": (chosen_too, (X, torch.randn(32), torch.randn(32)), WIDE.format("gt")),
@@ -830,7 +830,7 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "its amax, reduced": (
         reduced_by_hand,
         (X,),
-        "the scale where_1 follows from what all_gather_into_tensor brings, not by its amax",
+        "the scale where_1 follows from the result of all_gather_into_tensor, not by its amax",
     ),
     "one of its elements": (one_of_all, (X,), WIDE.format("convert_element_type")),
     "more dimensions": (
@@ -876,7 +876,7 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "dynamic, exchanged": (
         dynamic(exchange),
         (X,),
-        "gt reads the amax of what all_to_all_single brings to this rank alone",
+        "gt reads the amax of the result of all_to_all_single to this rank alone",
     ),
 }
 
@@ -947,6 +947,6 @@ def test_symbolic_sizes() -> None:
     assert QuantizeCollectives().run(module.graph, context) == 1, context.notes
     run(module)
     assert [s for s in sent(module) if "gather" in s] == ["all_gather_into_tensor uint8"]
-    assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"], (
+    assert context.notes == ["1 collectives send FP8, 0.00102 MB instead of 0.00205 MB"], (
         "the sizes are not those of tracing"
     )

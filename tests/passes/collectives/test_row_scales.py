@@ -66,7 +66,7 @@ def test_no_bit_changes(recipe: str, move: str) -> None:
     assert len(sent(before)) == 1 and sorted(x.split()[1] for x in sent(after)) == ["bfloat16", "uint8"]
     numel = before.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)[0].meta["val"].numel()
     mb = (numel + 2 * numel // BLOCKS[recipe]) / 1e6
-    assert context.notes == [f"1 collectives bring FP8, {mb:.3g} MB instead of {2 * numel / 1e6:.3g} MB"]
+    assert context.notes == [f"1 collectives send FP8, {mb:.3g} MB instead of {2 * numel / 1e6:.3g} MB"]
     results = [on_ranks(module, [(x,) for x in parts]) for module in (before, after)]
     for a, b in zip(*results, strict=True):
         same_bits(a, b)
@@ -173,7 +173,7 @@ def by_a_ranks_number(x: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
 
 
 SEVERAL = (
-    "what all_gather_into_tensor brings is quantized in 2 ways, along different dimensions: sent once for each it takes "
+    "the result of all_gather_into_tensor is quantized in 2 ways, along different dimensions: sent once for each it takes "
     "more than 2 bytes per element, and 2 in bfloat16"
 )
 REFUSED: dict[str, tuple[Function, str]] = {
@@ -181,17 +181,17 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "blocks of two sizes": (of_two_sizes, SEVERAL),
     "columns": (
         lambda x: (columns(gather(x)),),
-        "what all_gather_into_tensor brings has scales of which each needs elements of all ranks",
+        "the result of all_gather_into_tensor has scales of which each needs elements of all ranks",
     ),
-    "read in high precision, too": (read_too, "cos reads what all_gather_into_tensor brings in bfloat16"),
+    "read in high precision, too": (read_too, "cos reads the result of all_gather_into_tensor in bfloat16"),
     "rows of several ranks": (
         across_ranks,
-        "what all_gather_into_tensor brings has scales of which each needs elements of all ranks",
+        "the result of all_gather_into_tensor has scales of which each needs elements of all ranks",
     ),
-    "the scale of another row": (by_another_row, "rev moves scales of what all_gather_into_tensor brings"),
+    "the scale of another row": (by_another_row, "rev moves scales of the result of all_gather_into_tensor"),
     "the amaxes of other rows": (
         by_the_amax_of_other_rows,
-        "what all_gather_into_tensor brings has scales of which each needs elements of all ranks",
+        "the result of all_gather_into_tensor has scales of which each needs elements of all ranks",
     ),
     "a scale of this rank": (by_a_ranks_number, "the scale div after all_gather_into_tensor may differ between ranks"),
 }

@@ -509,8 +509,8 @@ def in_float64(x: Tensor, s: Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "norm": (normed, (X, scale()), "is computed from a reduction along rows"),
-    "transposed": (turned, (X, scale()), "do not lie as in a matrix|may as well quantize"),
-    "reduced": (summed_rows, (X, scale()), "may as well quantize"),
+    "transposed": (turned, (X, scale()), "do not lie as in a matrix|by a kernel that can quantize it too"),
+    "reduced": (summed_rows, (X, scale()), "by a kernel that can quantize it too"),
     "in place": (in_place, (X, scale(), X.to(E4M3)), "written in place"),
     "quantize alone": (nothing_else, (X, scale()), "nothing to compute but the quantize"),
     "rows alone": (rows_alone, (X, torch.ones(128, 1)), "quantizes rows in the kernel that takes their amaxes"),

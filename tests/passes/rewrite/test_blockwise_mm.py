@@ -168,7 +168,7 @@ REFUSALS: dict[str, tuple[Any, tuple[tuple[int, int], tuple[int, int]], str, str
     "across the sum": (lambda a, b: torch.mm(COLUMNS(a), COLUMNS(b)), ((128, 256), (256, 32)), "do not lie along the sum", "h100"),
     "scaled again": (lambda a, b: torch.mm(ROWS(a) * 2, COLUMNS(b)), ((32, 256), (256, 32)), "is scaled once more", "h100"),
     "sizes of blocks": (lambda a, b: torch.mm(ROWS(a), quantizer(MX, 0)(b)), ((32, 256), (256, 32)), "blocks of 128 can't be multiplied with blocks of 32", "h100"),
-    "rearranged": (lambda a, b: torch.mm(ROWS(a).view(16, 2, 256).transpose(0, 1).reshape(32, 256), COLUMNS(b)), ((32, 256), (256, 32)), "laid out anew", "h100"),
+    "rearranged": (lambda a, b: torch.mm(ROWS(a).view(16, 2, 256).transpose(0, 1).reshape(32, 256), COLUMNS(b)), ((32, 256), (256, 32)), "copied to another layout", "h100"),
     "e5m2 twice": (lambda a, b: torch.mm(quantizer(MX, 1, dtype=E5M2)(a), quantizer(MX, 0, dtype=E5M2)(b)), ((32, 256), (256, 32)), "both operands are float8_e5m2", "sm_100"),
     "e5m2 in blocks of 128": (lambda a, b: torch.mm(quantizer(BLOCKWISE, 1, dtype=E5M2)(a), COLUMNS(b)), ((32, 256), (256, 32)), "not float8_e4m3fn in rows", "h100"),
     "batches": (lambda a, b: torch.bmm(ROWS(a).view(2, 16, 256), COLUMNS(b).view(2, 256, 32)), ((32, 256), (512, 32)), "one of 2 matrices", "h100"),

@@ -176,7 +176,7 @@ def test_joins_nested_too_deeply_are_declined() -> None:
         return x @ b.float()
 
     _, (gemm,) = detect(function, fp8(32, 64), fp8(64, 48))
-    assert "is one of more than 50 joins within joins" in gemm.reason
+    assert "is one of more than 50 nested joins" in gemm.reason
 
 
 COLUMNS = fp8(16, 32), torch.rand(1, 32), fp8(32, 16)

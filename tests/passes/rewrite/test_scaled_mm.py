@@ -104,12 +104,12 @@ REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "one side": (
         lambda a, b: dq(a, 0.5) @ b,
         (fp8(32, 64), torch.randn(64, 48)),
-        r"^operand b_1: float32 is not a float8 tensor times a scale; nothing else was found against it$",
+        r"^operand b_1: float32 is not a float8 tensor times a scale; no other rule declines it$",
     ),
     "reached through a view": (
         lambda a, b: dq(a, 0.5) @ b.t(),
         (fp8(32, 64), torch.randn(48, 64)),
-        r"operand b_1: float32 is not a float8 tensor times a scale \(reached through permute\); nothing else was found against it",
+        r"operand b_1: float32 is not a float8 tensor times a scale \(reached through permute\); no other rule declines it",
     ),
     "neither side": (
         lambda a, b: a @ b.t(),
@@ -119,12 +119,12 @@ REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "two conditions": (
         lambda a, s, b: a.float() * s @ dq(b, 0.5).relu(),
         (fp8(32, 64), torch.rand(1, 64), fp8(64, 48)),
-        r"^mul scales by .*; and relu = aten.relu stands between b_1 and the matmul; only .* change places with it$",
+        r"^mul scales by .*; and relu = aten.relu is between b_1 and the matmul; only .* commute with the matmul$",
     ),
     "one scale per column": (
         lambda a, s, b: a.float() * s @ dq(b, 0.5),
         (fp8(32, 64), torch.rand(64), fp8(64, 48)),
-        r"^mul scales by a tensor of shape \[64\], which may change along the sum; nothing else was found against it$",
+        r"^mul scales by a tensor of shape \[64\], which may change along the sum; no other rule declines it$",
     ),
 }
 
