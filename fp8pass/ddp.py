@@ -97,9 +97,9 @@ inspect.unwrap(_start).__annotations__ |= _TYPES
 class _Hook:
     """Runs the exchanges of one model, one after the other in the order of its buckets.
 
-    On a GPU they run on a stream of their own, so that the host goes on. On a CPU collectives block the host, so a
-    thread runs them; in a group of its own, because another thread's collectives in the same group, such as the
-    all-reduce of amaxes, would get between them in another order on each rank.
+    On a GPU they run on a separate stream, so that the host goes on. On a CPU, collectives block the host, so a thread
+    runs them; in a separate group, because another thread's collectives in the same group, such as the all-reduce of
+    amaxes, would interleave with them in a different order on each rank.
     """
 
     def __init__(self, exchange: GradientExchange, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -117,6 +117,7 @@ class _Hook:
         x = bucket.buffer()
         if x.layout != torch.strided:
             raise Fp8Error("fp8_gradients: a gradient is sparse, and FP8 is for dense ones: use sparse=False")
+        # with devices, whoever waits for the future makes its stream wait for ours; the host does not wait
         devices = [] if x.device.type == "cpu" else [x.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         self.run(self._complete, future, x, bucket.index())
@@ -143,6 +144,6 @@ class _Hook:
 def _on_stream(stream: Any, device: torch.device, function: Callable[..., None], *args: Any) -> None:
     """Call a function on a stream, after what the current stream has begun."""
     module = torch.get_device_module(device)
-    stream.wait_stream(module.current_stream(device))
+    stream.wait_stream(module.current_stream(device))  # which computes the gradients
     with module.stream(stream):
         function(*args)

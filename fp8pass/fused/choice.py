@@ -1,7 +1,7 @@
 """Decide whether a matmul and the ops after it run as one kernel, by what was measured on the GPU.
 
 The matmul itself takes as long in Triton as in cuBLASLt (bench/results/fused_matmuls_h100.txt), so the question is
-whether the epilogue takes longer than a kernel of its own. It moves fewer bytes, but the tensor cores stand still while
+whether the epilogue takes longer than a kernel of its own. It moves fewer bytes, but the tensor cores are idle while
 all warps compute it: it costs its instructions, while a kernel of its own computes as its next loads arrive.
 """
 
@@ -39,7 +39,7 @@ class Decide:
     target: Target | None
 
     def may_fuse(self, times: bool = False) -> bool:
-        """Return whether a matmul may be fused at all: so that nothing is generated in vain. times: `auto` times it."""
+        """Return whether a matmul may be fused; if not, no kernel is generated. times: True if `auto` will time it."""
         if self.how == "auto":
             return self.target is not None and (times or self.target.name in MEASURED or is_pretended())
         return self.how == "always"
@@ -92,7 +92,7 @@ def what_costs_more(plan: Plan) -> str:
 
 
 def epilogue_seconds(plan: Plan, target: Target) -> float:
-    """Return the time that the epilogue adds to the product: as measured for such epilogues, else predicted."""
+    """Return the time that the epilogue adds to the product: as measured for such epilogues, otherwise predicted."""
     elements = plan.matmul.m * plan.matmul.n
     per_element = MEASURED.get(target.name)
     if per_element is None:

@@ -103,7 +103,7 @@ def written(module: fx.GraphModule, products: int = 0, rows: int = 1, columns: C
 
 
 def calls_functions(epilogue: Epilogue) -> bool:
-    """Return whether the code computes more than sums, products, comparisons and casts: exp, erf or tanh, say."""
+    """Return whether the code computes more than sums, products, comparisons and casts, such as exp, erf or tanh."""
     return any(_FUNCTION.search(line) for result in epilogue.results for line in result.lines)
 
 

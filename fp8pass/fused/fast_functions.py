@@ -58,7 +58,7 @@ def _ones(lines: Sequence[str]) -> set[str]:
 
 
 def _factored(name: str, lines: Sequence[str]) -> tuple[str, float]:
-    """Return x and c if the variable is x * c with a constant c; else the variable itself and 1."""
+    """Return x and c if the variable is x * c with a constant c; otherwise the variable itself and 1."""
     constants = _constants(lines)
     products = (m for line in lines if (m := _PRODUCT.fullmatch(line)) and m[1] == name and m[3] in constants)
     return next(((m[2], constants[m[3]]) for m in products), (name, 1.0))

@@ -85,7 +85,7 @@ class Address:
 
 def address(index: sympy.Expr, columns: Columns | None = None) -> Address:
     """Return an index, of the symbols of places, as a function of the kernel's row and column. Raises CannotFuse."""
-    found: dict[tuple[str, int], int] = {}
+    multiples: dict[tuple[str, int], int] = {}
     offset = 0
     for term in sympy.Add.make_args(sympy.expand(index)):
         factor, atom = term.as_coeff_Mul()
@@ -95,15 +95,15 @@ def address(index: sympy.Expr, columns: Columns | None = None) -> Address:
         if not factor.is_Integer:
             raise CannotFuse(f"it reads an input at {index}")
         for key, times in _multiples(atom, columns.half if columns else 0).items():
-            found[key] = found.get(key, 0) + int(factor) * times
+            multiples[key] = multiples.get(key, 0) + int(factor) * times
     first = columns.first if columns else 0
-    for (dim, every), step in found.items():
+    for (dim, every), step in multiples.items():
         if dim == "column":
             if first % every and step:
                 raise CannotFuse(f"columns from {first} on are not whole multiples of {every}")
             offset -= first // every * step
-    steps = (Step(dim, every, step) for (dim, every), step in sorted(found.items()) if every > 1 and step)
-    return Address(found.get(("row", 1), 0), found.get(("column", 1), 0), offset, tuple(steps))
+    steps = (Step(dim, every, step) for (dim, every), step in sorted(multiples.items()) if every > 1 and step)
+    return Address(multiples.get(("row", 1), 0), multiples.get(("column", 1), 0), offset, tuple(steps))
 
 
 def simplified(index: Any, sizes: Mapping[sympy.Symbol, int], by: Callable[..., sympy.Expr]) -> sympy.Expr:

@@ -83,7 +83,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the source of a kernel depends on. capability: 90 for sm_90, say. programs: their number."""
+    """Everything that the source of a kernel depends on. capability: 90 for sm_90. programs: their number."""
 
     matmul: Matmul
     epilogue: Epilogue

@@ -32,35 +32,36 @@ class Requantize:
         return -(-self.rows // SIDE) * -(-self.columns // SIDE)
 
 
-def kernel_of(of: Requantize) -> Any:
-    """Return the kernel, a `triton.JITFunction`, whose attribute `requantize` is `of`.
+def kernel_of(requantize: Requantize) -> Any:
+    """Return the kernel, a `triton.JITFunction`, with the argument as its attribute `requantize`.
 
     It takes x [rows, columns], the scale f32[], the flag b8[], and one or two outputs.
     """
-    kernel = getattr(PyCodeCache.load(source_of(of)), NAME)
-    kernel.requantize = of
+    kernel = getattr(PyCodeCache.load(source_of(requantize)), NAME)
+    kernel.requantize = requantize
     return kernel
 
 
-def source_of(of: Requantize) -> str:
+def source_of(requantize: Requantize) -> str:
     """Return the source of the kernel, a Python module."""
-    limit, across = fp8_max(of.dtype), -(-of.columns // SIDE)
-    outputs = "out0, out1" if of.transposed else "out0"
+    columns = requantize.columns
+    limit, across = fp8_max(requantize.dtype), -(-columns // SIDE)
+    outputs = "out0, out1" if requantize.transposed else "out0"
     lines = [
         "@triton.autotune([triton.Config({}, num_warps=8, num_stages=2)], [])",
         "@triton.jit",
         f"def {NAME}(x, scale, flag, {outputs}):",
         "    if tl.load(flag) != 0:",
         "        by = tl.load(scale)",
-        f"        for tile in range(tl.program_id(0), {of.tiles}, {of.programs}):",
+        f"        for tile in range(tl.program_id(0), {requantize.tiles}, {requantize.programs}):",
         f"            row = tile // {across} * {SIDE} + tl.arange(0, {SIDE})[:, None]",
         f"            column = tile % {across} * {SIDE} + tl.arange(0, {SIDE})[None, :]",
-        f"            inside = (row < {of.rows}) & (column < {of.columns})",
-        f"            scaled = tl.load(x + row.to(tl.int64) * {of.columns} + column, inside).to(tl.float32) * by",
+        f"            inside = (row < {requantize.rows}) & (column < {columns})",
+        f"            scaled = tl.load(x + row.to(tl.int64) * {columns} + column, inside).to(tl.float32) * by",
         f"            clamped = triton_helpers.minimum(triton_helpers.maximum(scaled, -{limit}), {limit})",
-        f"            q = clamped.to({triton_type(of.dtype)})",
-        f"            tl.store(out0 + row.to(tl.int64) * {of.columns} + column, q, inside)",
+        f"            q = clamped.to({triton_type(requantize.dtype)})",
+        f"            tl.store(out0 + row.to(tl.int64) * {columns} + column, q, inside)",
     ]
-    if of.transposed:
-        lines.append(f"            tl.store(out1 + column.to(tl.int64) * {of.rows} + row, q, inside)")
+    if requantize.transposed:
+        lines.append(f"            tl.store(out1 + column.to(tl.int64) * {requantize.rows} + row, q, inside)")
     return TRITON_IMPORTS + "\n\n" + "\n".join(lines) + "\n"

@@ -101,7 +101,7 @@ def _constants(plan: Plan) -> Iterator[str]:
 def _kept_amaxes(plan: Plan) -> Iterator[tuple[int, int]]:
     """Yield the amaxes that a program takes of all its tiles: (output, number among its amaxes)."""
     for i, output in enumerate(plan.outputs):
-        if output.kind == "amax" and plan.matmul.symbolic:  # else there is one for each tile
+        if output.kind == "amax" and plan.matmul.symbolic:  # otherwise there is one for each tile
             yield from ((i, number) for number in range(len(output.results) * plan.tile.parts))
 
 

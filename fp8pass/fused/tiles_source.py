@@ -212,6 +212,7 @@ def _mask(plan: TilesPlan, *dims: str) -> str:
 
 
 def _inside(plan: TilesPlan, dims: Sequence[str]) -> str:
+    # sizes of tiles are powers of two: what the largest tile divides, all of them divide
     rows, columns = max(c.rows for c in plan.choices), max(c.columns for c in plan.choices)
     sizes = {"row": (plan.rows, rows), "rows": (plan.rows, rows), "column": (plan.columns, columns)}
     return " & ".join(f"({dim} < {size})" for dim, (size, tile) in ((d, sizes[d]) for d in dims) if size % tile)
@@ -266,7 +267,7 @@ def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
     near = [Step("row", 1, read.row), Step("column", 1, read.column)]
     steps = [step for step in (*near, *read.steps) if step.step]
     last = read.offset + sum(abs(step.step) * (sizes[step.dim] // step.every) for step in steps)
-    wide = ".to(tl.int64)" if last >= 1 << 31 else ""
+    wide = ".to(tl.int64)" if last >= 1 << 31 else ""  # Triton's indices are int32
     terms = [_term(f"{at[step.dim]}{wide}", step) for step in steps]
     if offset := read.offset + k * read.row:
         terms.append(str(offset))
@@ -407,10 +408,10 @@ def _store_of_columns(i: int, part: int, numbers: str, plan: TilesPlan) -> Itera
     """Write one number for each column, for each SIDE rows of a tile: as many numbers, whatever the tile."""
     width = plan.columns * len(plan.outputs[i].results)
     yield f"above = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
-    within = " & ".join(filter(None, [_blocks_inside(plan, "row", "above"), _inside(plan, ["column"])]))
+    inside = " & ".join(filter(None, [_blocks_inside(plan, "row", "above"), _inside(plan, ["column"])]))
     # the first of several blocks gets the tile's numbers, the others zeros
     kept = f"tl.where(above == i // {SIDE}, ({numbers})[None, :], 0.0)"
-    mask = f", mask={within}" if within else ""
+    mask = f", mask={inside}" if inside else ""
     yield f"tl.store(out{i} + above * {width} + {_column(part, plan)}, {kept}{mask})"
 
 
@@ -419,11 +420,11 @@ def _store_amaxes_of_rows(i: int, plan: TilesPlan) -> Iterator[str]:
     parts = plan.outputs[i].results
     bits = [_largest_bits([_result(number, k) for number in parts]) for k in range(plan.abreast)]
     yield from (f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]", "rows = i + tl.arange(0, ROWS)")
-    within = " & ".join(filter(None, [_inside(plan, ["rows"]), _blocks_inside(plan, "column", "right")]))
-    within = within.replace("rows", "rows[:, None]")
+    inside = " & ".join(filter(None, [_inside(plan, ["rows"]), _blocks_inside(plan, "column", "right")]))
+    inside = inside.replace("rows", "rows[:, None]")
     most = of_bits(_amaxes_of_rows(bits, plan), plan.outputs[i])
     kept = f"tl.where(right == j // {SIDE}, {most}[:, None], 0.0)"
-    yield f"tl.store(out{i} + right * {plan.rows} + rows[:, None], {kept}{f', mask={within}' if within else ''})"
+    yield f"tl.store(out{i} + right * {plan.rows} + rows[:, None], {kept}{f', mask={inside}' if inside else ''})"
 
 
 def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
@@ -433,9 +434,9 @@ def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> It
     start = f" + {-(-plan.rows // SIDE) * across * part}" if part else ""
     yield f"down = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
     yield f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]"
-    within = " & ".join(filter(None, [_blocks_inside(plan, "row", "down"), _blocks_inside(plan, "column", "right")]))
+    inside = " & ".join(filter(None, [_blocks_inside(plan, "row", "down"), _blocks_inside(plan, "column", "right")]))
     blocks = f"tl.full([ROWS // {SIDE}, COLUMNS // {SIDE}], 0.0, tl.float32).to({triton_type(plan.outputs[i].dtype)})"
-    mask = f", mask={within}" if within else ""
+    mask = f", mask={inside}" if inside else ""
     yield f"tl.store(out{i}{start} + down * {across} + right, {blocks} + {most}{mask})"
 
 

@@ -246,7 +246,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record one op, or the ops that it decomposes into."""
         kwargs = kwargs or {}
-        # Inductor's table, then the composite implementation, if the op has one (else: NotImplemented)
+        # Inductor's table, then the composite implementation, if the op has one (otherwise NotImplemented)
         for decomposed in (self.decompositions.get(func), func.decompose if func.namespace == "aten" else None):
             # torch takes the mode off while this runs; with it on, what the op decomposes into comes back here
             with self:

@@ -23,7 +23,7 @@ class Context:
     """The context that the passes over one graph share.
 
     choices: the annotate pass's choice for each matmul call. declined: the reason why all matmuls are declined, if
-    fp8pass has failed on the graph before; else "". is_update: True if the graph updates parameters.
+    fp8pass has failed on the graph before; otherwise "". is_update: True if the graph updates parameters.
     """
 
     config: Config

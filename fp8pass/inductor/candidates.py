@@ -11,7 +11,7 @@ after    @triton_heuristics.cached_autotune(
 
 Inductor writes a kernel either with one fixed configuration, or with those that its heuristics list when the kernel is
 loaded. The text is changed because processes that compile kernels, or load them from a cache, have not loaded fp8pass:
-the text calls nothing but Inductor. All else is Inductor's own: it compiles the configurations in parallel, times them
+the text calls only Inductor. The rest is Inductor's own: it compiles the configurations in parallel, times them
 at the first call, on copies of what the kernel writes in place, and keeps the choice on disk.
 """
 
@@ -65,7 +65,7 @@ class Candidates(FixedTritonConfig):
 
 
 def fitting(tiles: Sequence[Tile], x: int, r: int) -> list[Tile]:
-    """Return the tiles that are not larger than the kernel's sizes, rounded up to powers of two; else the first."""
+    """Return the tiles that are not larger than the kernel's sizes, rounded up to powers of two; if none, the first."""
     fit = [t for t in tiles if t.x < 2 * x and t.r < 2 * r]
     return fit or [tiles[0]]
 

@@ -117,7 +117,7 @@ class Fp8InductorChoices(InductorChoices):
     def can_fuse(  # type: ignore[override]
         self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
     ) -> bool:
-        """Return whether two nodes may be fused: not in the following cases, else as Inductor decides.
+        """Return whether two nodes may be fused: not in the following cases, otherwise as Inductor decides.
 
         Each orientation of a quantized tensor is fused with the kernel of its amax before anything else: the amax
         decides the order of loops, and cannot change the order of a pair that is fused already. Nothing is fused with
@@ -270,7 +270,7 @@ def _let_triton_compare() -> None:
 
     Torch from 2.14 on generates `PropagateNan`, which becomes `min.NaN` and `max.NaN`. With these, the assembler that
     Triton brings for sm_90 (ptxas 12.9) breaks float8 tensors that one kernel stores both by rows and transposed:
-    triton-lang/triton#11111. The numbers are the same.
+    triton-lang/triton#11111. The values are the same.
     """
     for name, sign in (("minimum", "<"), ("maximum", ">")):
         theirs = getattr(TritonOverrides, name)

@@ -128,7 +128,7 @@ def _before(nodes: Sequence[Node]) -> tuple[list[int], list[list[int]]]:
     """
     bits = {name: 1 << i for i, n in enumerate(nodes) for name in n.get_operation_names()}
     before: list[int] = []
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i, node in enumerate(nodes):
         near = 0
         for name in node.ancestors:
@@ -138,18 +138,18 @@ def _before(nodes: Sequence[Node]) -> tuple[list[int], list[list[int]]]:
         for j in last:
             near |= before[j]
         before.append(near)
-        found.append(last)
-    return before, found
+        groups.append(last)
+    return before, groups
 
 
 def _last(nodes: int, before: list[int]) -> list[int]:
     """Return the members of a set of nodes that precede no other member."""
-    found = []
+    last = []
     while nodes:
         i = nodes.bit_length() - 1
-        found.append(i)
+        last.append(i)
         nodes &= ~(before[i] | 1 << i)
-    return found
+    return last
 
 
 @faults_of("combine")
@@ -165,7 +165,7 @@ def _groups(scheduler: Any) -> list[list[Any]]:
 
 
 def sums_of_mixed(node: Any) -> set[str]:
-    """Return the names of the partial column sums of a kernel that reduces both rows and columns; else an empty set.
+    """Return the names of the partial column sums of a kernel that reduces both rows and columns; if not, an empty set.
 
     Inductor completes these sums after that kernel, and removes the nodes that would have done so.
     """

@@ -28,7 +28,7 @@ def autotunes() -> bool:
 def seconds(module: fx.GraphModule, kernel_passes: CustomGraphPass) -> float:
     """Return the seconds that a graph takes on the GPU, compiled with `kernel_passes`, on random inputs.
 
-    Raises whatever Inductor, Triton or CUDA raise: out of memory, say.
+    Raises whatever Inductor, Triton or CUDA raise, for example for lack of memory.
     """
     with unset_fake_temporarily():
         inputs = [_random_like(n.meta["val"]) for n in module.graph.find_nodes(op="placeholder")]

@@ -64,14 +64,14 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 def properties(target: Target) -> types.SimpleNamespace:
     """Return the values of `torch.cuda.get_device_properties` for the target."""
-    of = sizes(target)
+    gpu = sizes(target)
     major, minor = target.capability
     # CUDA reserves 1 KiB of shared memory for each block, hence `of.shared - 1024` below.
     return types.SimpleNamespace(
-        name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=of.multiprocessors,
-        regs_per_multiprocessor=of.registers, warp_size=32, max_threads_per_multi_processor=of.threads,
-        max_threads_per_block=1024, total_memory=of.memory, L2_cache_size=of.cache, shared_memory_per_block=49152,
-        shared_memory_per_block_optin=of.shared - 1024, shared_memory_per_multiprocessor=of.shared, gcnArchName="",
+        name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=gpu.multiprocessors,
+        regs_per_multiprocessor=gpu.registers, warp_size=32, max_threads_per_multi_processor=gpu.threads,
+        max_threads_per_block=1024, total_memory=gpu.memory, L2_cache_size=gpu.cache, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=gpu.shared - 1024, shared_memory_per_multiprocessor=gpu.shared, gcnArchName="",
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _load_guard() -> None:
 
 
 def _interface(target: Target) -> type[device_interface.DeviceInterface]:
-    found, zero = properties(target), staticmethod(lambda *_: 0)
+    gpu, zero = properties(target), staticmethod(lambda *_: 0)
     nothing, yes = staticmethod(lambda *_: None), staticmethod(lambda *_, **__: True)
     major, minor = target.capability
 
@@ -119,10 +119,10 @@ def _interface(target: Target) -> type[device_interface.DeviceInterface]:
             def __exit__(self, *_: Any) -> None: ...
 
         class Worker:  # by which torch asks in processes that may not use the GPU
-            get_device_properties = staticmethod(lambda _=None: found)
+            get_device_properties = staticmethod(lambda _=None: gpu)
             current_device = zero
 
-        get_device_properties = staticmethod(lambda _=None: found)
+        get_device_properties = staticmethod(lambda _=None: gpu)
         current_device = exchange_device = maybe_exchange_device = get_raw_stream = zero
         device_count = staticmethod(lambda: 1)
         is_available = is_bf16_supported = is_triton_capable = yes
@@ -243,7 +243,7 @@ class FakeCuda:
         called with Inductor's arguments for each graph, as a replacement for all this. runs: returns what is called as
         the compiled graph.
         """
-        found: list[Generated] = []
+        collected: list[Generated] = []
 
         def compile_one(
             module: fx.GraphModule,
@@ -254,7 +254,7 @@ class FakeCuda:
             **__: Any,
         ) -> Callable[..., Any]:
             generated = self.generate(module, inputs, is_backward, is_inference)
-            found.append(generated)
+            collected.append(generated)
             return returns(generated.outputs) if runs is None else runs(generated)
 
         with (
@@ -265,7 +265,7 @@ class FakeCuda:
                 (inductor_compile_fx, "_compile_fx_inner", instead or compile_one), (hardware, "pretended_device", GPU)
             ),
         ):
-            yield found
+            yield collected
 
     def compile_kernels(
         self, code: str, values: Mapping[str, int] | None = None, *, read: Container[str] | None = None
@@ -277,7 +277,7 @@ class FakeCuda:
         for all. Others are compiled in their first configuration, without `Compiled.code`.
         """
         calls = dict(reversed(_CALL.findall(code)))
-        found = {}
+        kernels = {}
         for called, name, source in _KERNEL.findall(code):
             with tempfile.TemporaryDirectory() as folder:
                 tuner = self._tuner(name, source, Path(folder))
@@ -285,8 +285,8 @@ class FakeCuda:
                 reads = read is None or called in read
                 choices = _choices(tuner) if reads else tuner.configs[:1]
                 tried = [self._compiled(tuner, c, source, given, folder, reads) for c in choices]
-                found[called] = self._fitting(called, tried)
-        return found
+                kernels[called] = self._fitting(called, tried)
+        return kernels
 
     def _fitting(self, name: str, tried: Sequence[Compiled]) -> list[Compiled]:
         """Return the configurations whose shared memory the GPU has, as Inductor does there; raise Fp8Error if none."""
@@ -350,7 +350,7 @@ class FakeCuda:
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
     ) -> Generated:
         """Generate the code of a graph of fake CPU tensors, after moving the graph to the GPU in place."""
-        # a graph may have no inputs, if it only makes constants, say
+        # a graph may have no inputs, for example if it only makes constants
         values = itertools.chain(inputs, (n.meta.get("val") for n in module.graph.nodes))
         mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
         with mode:
@@ -454,11 +454,11 @@ _ASYNCHRONOUS = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^]]*
 
 def widths(ptx: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (loads, stores): widths in bits of the global memory accesses of one thread, widest first."""
-    found: dict[str, set[int]] = {"ld": set(), "st": set()}
+    bits_of: dict[str, set[int]] = {"ld": set(), "st": set()}
     for kind, vector, bits in _ACCESS.findall(ptx):
-        found[kind].add(int(vector or 1) * int(bits))
-    found["ld"] |= {8 * int(size, 0) for size in _ASYNCHRONOUS.findall(ptx)}
-    loads, stores = (tuple(sorted(bits, reverse=True)) for bits in found.values())
+        bits_of[kind].add(int(vector or 1) * int(bits))
+    bits_of["ld"] |= {8 * int(size, 0) for size in _ASYNCHRONOUS.findall(ptx)}
+    loads, stores = (tuple(sorted(bits, reverse=True)) for bits in bits_of.values())
     return loads, stores
 
 
@@ -489,14 +489,14 @@ def _given(arguments: str, values: dict[str, int]) -> list[int | None]:
     """Return the numbers among the arguments of a call in generated code, by position; None for tensors."""
     call = ast.parse(f"f({arguments})", mode="eval").body
     assert isinstance(call, ast.Call)
-    found: list[int | None] = []
+    sizes: list[int | None] = []
     for argument in call.args:
         try:
             number = eval(ast.unparse(argument), {"__builtins__": {}}, values)  # of code that Inductor has written
         except (NameError, TypeError):
             number = None
-        found.append(number if isinstance(number, int) else None)
-    return found
+        sizes.append(number if isinstance(number, int) else None)
+    return sizes
 
 
 def _choices(tuner: Any) -> list[Any]:

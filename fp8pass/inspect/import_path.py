@@ -23,12 +23,12 @@ def named(spec: str) -> Callable[..., Any]:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Fp8Error(f"{spec} can't be imported: {error}") from error
-    if not callable(found):
+    if not callable(function):
         raise Fp8Error(f"{spec} is not callable: write module:function")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def built(spec: str) -> tuple[Any, ...]:
@@ -36,9 +36,9 @@ def built(spec: str) -> tuple[Any, ...]:
 
     Raises Fp8Error if it can't be imported, or returns anything else.
     """
-    found = named(spec)()
-    if not isinstance(found, tuple) or not found or not callable(found[0]):
+    result = named(spec)()
+    if not isinstance(result, tuple) or not result or not callable(result[0]):
         raise Fp8Error(
-            f"{spec} returned {type(found).__name__}: write a function that returns a tuple (model, *inputs)"
+            f"{spec} returned {type(result).__name__}: write a function that returns a tuple (model, *inputs)"
         )
-    return found
+    return result

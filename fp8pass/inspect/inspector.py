@@ -206,13 +206,13 @@ def inspect(
         environment = {**os.environ, **fixed, **caches}
         command = [sys.executable, "-m", "fp8pass.inspect.process", json.dumps(request), str(answer)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        found = json.loads(answer.read_text()) if answer.exists() else {}
-    if "error" in found:
-        raise Fp8Error(found["error"])
+        answer_fields = json.loads(answer.read_text()) if answer.exists() else {}
+    if "error" in answer_fields:
+        raise Fp8Error(answer_fields["error"])
     if child.returncode:
         last = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         raise Fp8Error(f"{spec} could not be compiled for {target}: {last}")
-    return _inspection(found)
+    return _inspection(answer_fields)
 
 
 def _inspection(found: dict[str, Any]) -> Inspection:
@@ -228,13 +228,13 @@ def _held(found: dict[str, Any]) -> Held:
     return Held(**{**found, "shape": tuple(found["shape"])})
 
 
-def _kernel(found: dict[str, Any]) -> Kernel:
-    compiled = found["compiled"]
+def _kernel(fields: dict[str, Any]) -> Kernel:
+    compiled = fields["compiled"]
     if compiled is None:
-        return Kernel(**found)
+        return Kernel(**fields)
     lists = {name: tuple(compiled[name]) for name in ("loads", "stores")}
     code = None if compiled["code"] is None else code_of(compiled["code"])
-    return Kernel(**{**found, "compiled": Compiled(**{**compiled, **lists, "code": code})})
+    return Kernel(**{**fields, "compiled": Compiled(**{**compiled, **lists, "code": code})})
 
 
 def code_of(found: Mapping[str, Any]) -> Code:

@@ -86,30 +86,30 @@ FITTED = Constants(250e-9, 0.75, 5.8, 130.0, 2.9)
 
 def resident(target: Target, code: Code) -> int:
     """Return how many programs one multiprocessor runs at once: as registers, shared memory and warps allow."""
-    of = sizes(target)
+    gpu = sizes(target)
     registers = math.ceil(code.registers * WARP / 256) * 256 * code.warps  # given out in units of 256 to each warp
     limits = (
-        of.registers // max(registers, 1),
-        of.shared // (code.shared + 1024),  # CUDA reserves 1 KiB for each program
-        of.threads // (code.warps * WARP),
-        of.programs,
+        gpu.registers // max(registers, 1),
+        gpu.shared // (code.shared + 1024),  # CUDA reserves 1 KiB for each program
+        gpu.threads // (code.warps * WARP),
+        gpu.programs,
     )
     return max(1, min(limits))
 
 
 def parts(target: Target, bytes_moved: float, code: Code, c: Constants = FITTED) -> tuple[float, float, float]:
     """Return the times in seconds of memory, of issue and of the chain: see above."""
-    of = sizes(target)
+    gpu = sizes(target)
     once, loop, n = code.once, code.loop, code.iterations
     cycles = once.cycles + n * loop.cycles
     instructions = once.instructions + n * loop.instructions
     stops = (once.barriers + n * loop.barriers) * c.barrier + instructions * c.dependent
-    most = math.ceil(code.programs / of.multiprocessors)
-    rounds = math.ceil(code.programs / (of.multiprocessors * resident(target, code)))
+    most = math.ceil(code.programs / gpu.multiprocessors)
+    rounds = math.ceil(code.programs / (gpu.multiprocessors * resident(target, code)))
     return (
         (bytes_moved + code.in_vain) / target.bandwidth,
-        most * code.warps * cycles / (of.schedulers * of.clock * c.issue),
-        rounds * ((once.waits + n * loop.waits) * c.latency + stops / of.clock),
+        most * code.warps * cycles / (gpu.schedulers * gpu.clock * c.issue),
+        rounds * ((once.waits + n * loop.waits) * c.latency + stops / gpu.clock),
     )
 
 

@@ -68,21 +68,21 @@ def _rows(
 ) -> Iterator[Kernel]:
     read, written = _bytes(node)
     origins = _origins(node, order)
-    mine = [launch for launch in launches if launch.node is node]
+    of_node = [launch for launch in launches if launch.node is node]
     if node.is_extern():
         if origin := _extern_op(node, origins):
             row = _extern(origin, graph, read, written, target)
-            yield replace(row, name=mine[0].name) if mine else row  # a fused matmul is launched
+            yield replace(row, name=of_node[0].name) if of_node else row  # a fused matmul is launched
         return
-    if not mine:  # no launch is recorded for this node alone
+    if not of_node:  # no launch is recorded for this node alone
         return
-    scratch = sum(launch.scratch for launch in mine)
+    scratch = sum(launch.scratch for launch in of_node)
     first = Kernel(
-        graph, "triton", mine[0].name, _what(node, order), _modules(origins), read, written, scratch,
+        graph, "triton", of_node[0].name, _what(node, order), _modules(origins), read, written, scratch,
         memory_seconds(target, read + written + scratch, _share(node)),
     )  # fmt: skip
     yield first
-    for launch in mine[1:]:  # the scheduler counts their bytes with the first launch
+    for launch in of_node[1:]:  # the scheduler counts their bytes with the first launch
         op = launch.name.startswith("aten.")
         what = f"{launch.name.removeprefix('aten.')} of partial results" if op else f"{first.what}, continued"
         yield replace(
@@ -349,7 +349,7 @@ def _reduction(node: BaseSchedulerNode) -> str:
 
 
 def _fp8_made(node: BaseSchedulerNode) -> list[str]:
-    """Return the FP8 writes of a kernel: "quantize e4m3 x 2", say, where it also writes a transposed copy.
+    """Return the FP8 writes of a kernel: such as "quantize e4m3 x 2" where it also writes a transposed copy.
 
     "copy e4m3" if all that the kernel reads is one byte per element.
     """
@@ -396,9 +396,9 @@ def _called(origin: fx.Node | Op) -> str:
 
 def _modules(origins: Sequence[fx.Node]) -> str:
     """Return the paths of the modules that the nodes come from: three, and "..." for more."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for origin in origins:
         stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack") or {}
         if stack and (path := module_path(list(stack.values())[-1][0])):
-            found[path] = None
-    return ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else "")
+            paths[path] = None
+    return ", ".join(list(paths)[:3]) + (", ..." if len(paths) > 3 else "")

@@ -78,11 +78,11 @@ def _read(listing: str) -> tuple[list[str], list[tuple[int, int]], set[int]]:
     for line in listing.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
-        elif found := _INSTRUCTION.match(line):
-            if branch := _BRANCH.search(found[2]):
+        elif instruction := _INSTRUCTION.match(line):
+            if branch := _BRANCH.search(instruction[2]):
                 branches[len(instructions)] = branch[1]
-            predicates.append(found[1] or "")
-            instructions.append(found[2])
+            predicates.append(instruction[1] or "")
+            instructions.append(instruction[2])
     to = {i: labels[label] for i, label in branches.items() if label in labels}
     loops = [(first, last) for last, first in to.items() if first < last]
     return instructions, loops, _shorter_sides(instructions, predicates, to)
@@ -93,22 +93,22 @@ def _shorter_sides(instructions: Sequence[str], predicates: Sequence[str], to: M
 
     predicates: of each instruction. to: where each branch leads.
     """
-    found, uniform = set[int](), _uniform(instructions, predicates)
+    skipped, uniform = set[int](), _uniform(instructions, predicates)
     for i, other in to.items():
         end = to.get(other - 1, 0)  # the first side ends with a jump over the other one
         if i < other < end and not predicates[other - 1] and i in uniform:
-            found |= set(range(i + 1, other) if other - i - 1 < end - other else range(other, end))
-    return found
+            skipped |= set(range(i + 1, other) if other - i - 1 < end - other else range(other, end))
+    return skipped
 
 
 def _uniform(instructions: Sequence[str], predicates: Sequence[str]) -> set[int]:
     """Return the branches whose predicate depends neither on the thread nor on memory."""
-    differs, found = set[str](), set[int]()
+    differs, uniform = set[str](), set[int]()
     for i, instruction in enumerate(instructions):
         name, _, operands = instruction.partition(" ")
         first = name.partition(".")[0]
         if first == "BRA" and predicates[i] and predicates[i] not in differs:
-            found.add(i)
+            uniform.add(i)
         if first.startswith(_WRITE_NOTHING):
             continue
         target, second, *_ = *operands.split(", "), "", ""
@@ -119,7 +119,7 @@ def _uniform(instructions: Sequence[str], predicates: Sequence[str]) -> set[int]
             differs |= made
         elif not predicates[i]:
             differs -= set(_VALUE.findall(target))
-    return found
+    return uniform
 
 
 def _outermost(loops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

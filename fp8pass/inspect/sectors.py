@@ -1,4 +1,4 @@
-"""Count the bytes that memory moves in vain: for sectors of 32 bytes of which a kernel reads or writes only a part.
+"""Count the bytes that memory moves needlessly: for sectors of 32 bytes of which a kernel reads or writes only a part.
 
 Reads the source of Inductor's Triton kernels. A tile is contiguous in memory as far as it extends along the dimension
 that an index counts in steps of one: "x0 + 4096*r0_1" along x0, XBLOCK elements, or the row's length if that is less.
@@ -22,7 +22,7 @@ _ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4, "*fp64": 8, "*i16": 2, "*i32": 
 
 
 def in_vain(source: str, signature: Mapping[str, str], blocks: Mapping[str, int], numels: Mapping[str, int]) -> int:
-    """Return the bytes moved in vain in one launch.
+    """Return the bytes moved needlessly in one launch.
 
     signature: types of the arguments. blocks, numels: sizes of tiles and of dimensions: {"XBLOCK": 64}, {"xnumel": 32}.
     A sector that is written in part is read and written whole.

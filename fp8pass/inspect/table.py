@@ -1,4 +1,4 @@
-"""Print the result of `fp8pass inspect` as tables: by rich on a terminal, if it is installed, else as plain text."""
+"""Print the result of `fp8pass inspect` as tables: by rich on a terminal if installed, otherwise as plain text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Rows = list[tuple[str, ...]]
 MEGABYTE = 1e6
 
 
-def show(found: Inspection) -> None:
+def show(shown: Inspection) -> None:
     """Print every kernel of fp8pass and of the peer, and the totals of all runs."""
-    print(f"{found.spec}, one training step for {found.target}, compiled by torch {found.torch} without a GPU.")
+    print(f"{shown.spec}, one training step for {shown.target}, compiled by torch {shown.torch} without a GPU.")
     print("Bytes are those of the compiler's own count. All times are predictions, not measurements.")
-    for run in found.runs:
+    for run in shown.runs:
         if run.name != "bf16":
             _print(run.name, *kernel_table(run))
             if run.held:
                 _print(f"{run.name}, tensors held at its peak", *memory_table(run))
-    _print("totals", *totals_table(found))
-    for note in (*found.notes, *(note for run in found.runs for note in run.notes)):
+    _print("totals", *totals_table(shown))
+    for note in (*shown.notes, *(note for run in shown.runs for note in run.notes)):
         print(note)
 
 
@@ -59,20 +59,24 @@ def memory_table(run: Run) -> tuple[Sequence[str], Rows]:
     kinds: dict[tuple[str, str, tuple[int, ...]], list[Held]] = {}
     for held in run.held:
         kinds.setdefault((held.graph, held.dtype, held.shape), []).append(held)
-    found = sorted(kinds.items(), key=lambda kind: -sum(held.bytes for held in kind[1]))
-    large = [(kind, of) for kind, of in found if sum(held.bytes for held in of) >= SMALL_SHARE * run.peak_bytes]
+    by_size = sorted(kinds.items(), key=lambda kind: -sum(held.bytes for held in kind[1]))
+    large = [
+        (kind, tensors)
+        for kind, tensors in by_size
+        if sum(held.bytes for held in tensors) >= SMALL_SHARE * run.peak_bytes
+    ]
     rows = [
         (
             graph,
             dtype,
             str(list(shape)),
-            of[0].modules,
-            str(len(of)),
-            _megabytes(of),
+            tensors[0].modules,
+            str(len(tensors)),
+            _megabytes(tensors),
         )
-        for (graph, dtype, shape), of in large
+        for (graph, dtype, shape), tensors in large
     ]
-    rest = [held for _, of in found[len(large) :] for held in of]
+    rest = [held for _, tensors in by_size[len(large) :] for held in tensors]
     return ("<made in", "<dtype", "<shape", "<in", "tensors", "MB"), [
         *rows,
         ("others", "", "", "", str(len(rest)), _megabytes(rest)),
@@ -83,14 +87,14 @@ def _megabytes(held: Sequence[Held]) -> str:
     return f"{sum(of.bytes for of in held) / MEGABYTE:.1f}"
 
 
-def totals_table(found: Inspection) -> tuple[Sequence[str], Rows]:
+def totals_table(inspection: Inspection) -> tuple[Sequence[str], Rows]:
     """Return (heads, rows), a row per run."""
     heads = (
         "<", "GEMM MB", "rest MB", "GEMMs", "Triton launches", "other launches", "saved for backward MB",
         "peak MB", "predicted ms", "GEMMs ms", "predicted speedup",
     )  # fmt: skip
-    bf16 = found.run("bf16").seconds
-    return heads, [_total(run, bf16) for run in found.runs]
+    bf16 = inspection.run("bf16").seconds
+    return heads, [_total(run, bf16) for run in inspection.runs]
 
 
 def _total(run: Run, bf16: float) -> tuple[str, ...]:
@@ -109,12 +113,14 @@ def _memory(run: Run) -> tuple[str, str]:
     return f"{run.bytes_saved / MEGABYTE:.{digits}f}", peak
 
 
-def show_memory(found: Inspection) -> None:
+def show_memory(inspection: Inspection) -> None:
     """Print what each run saves for the backward, and the most memory that a step holds."""
-    rows: Rows = [(run.name, *_memory(run)) for run in found.runs]
-    title = f"memory of a training step on {found.target}, predicted by compiling it, without parameters and inputs"
+    rows: Rows = [(run.name, *_memory(run)) for run in inspection.runs]
+    title = (
+        f"memory of a training step on {inspection.target}, predicted by compiling it, without parameters and inputs"
+    )
     _print(title, ("<", "saved for the backward MB", "peak MB"), rows)
-    for note in found.notes:
+    for note in inspection.notes:
         print(note)
 
 

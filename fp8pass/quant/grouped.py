@@ -1,4 +1,4 @@
-"""Quantize matrices whose rows are divided into consecutive groups, such as the tokens of each expert.
+"""Quantize matrices whose rows form consecutive groups, such as the tokens of each expert.
 
     offs    i32[G]    the row at which each group ends. A group may be empty; rows after the last group belong to none
 
@@ -62,7 +62,7 @@ def ends_apart(offs: Tensor) -> Tensor:
 def rows_apart(offs: Tensor, rows: int) -> Tensor:
     """Return which of `rows` rows moves to each place so that groups begin at multiples of 16: i64[room], -1 for zeros.
 
-    A custom op, so that compiled code computes it once, instead of anew for each element of the rows: see
+    A custom op, so that compiled code computes it once, instead of again for each element of the rows: see
     `expand_blocks`.
     """
     return rows_apart_formula(offs, rows)

@@ -245,12 +245,12 @@ def _power_for(of: Format, root: Tensor, amax: Tensor) -> Tensor:
     """Return for each block the largest power with which its smallest value above 0 is at least FP8's."""
     least = torch.where(root > 0, root, torch.inf).amin(1, keepdim=True)
     smallest = torch.finfo(of.dtype).smallest_normal * 2.0 ** -_MANTISSA_BITS[of.dtype]
-    found = torch.ones_like(amax)
+    chosen = torch.ones_like(amax)
     for k in POWERS[1:]:
         power = torch.full_like(amax, k)
         scale = scale_towards(_limit_before(of, power), amax, 1.0)
-        found = torch.where(least * scale >= smallest ** (1 / k), power, found)
-    return found
+        chosen = torch.where(least * scale >= smallest ** (1 / k), power, chosen)
+    return chosen
 
 
 def _blocks_of(of: Format, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -392,11 +392,11 @@ class Fp8Moment(torch.Tensor):
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an op writes into."""
-    found: list[Any] = []
+    written: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += pytree.tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
-    return found
+            written += pytree.tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def moment_of(x: Any) -> Fp8Moment | None:

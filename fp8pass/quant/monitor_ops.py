@@ -77,7 +77,7 @@ def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor, requantized: Tensor | Non
         unit = scaling.amax(finite_x) / limit
         of_unit = finite_x / torch.where(unit > 0, unit * limit, 1.0)
     square = of_unit * of_unit
-    found = Numerics(
+    numerics = Numerics(
         amax=scaling.amax(x),
         scale_inv=scale.reciprocal().amax(),
         unit=unit,
@@ -92,7 +92,7 @@ def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor, requantized: Tensor | Non
         square=_sum(square),
         fourth=_sum(square * square),
     )
-    return torch.stack(found)
+    return torch.stack(numerics)
 
 
 def _sum(x: Tensor) -> Tensor:

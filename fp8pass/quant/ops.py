@@ -411,7 +411,7 @@ Quantizer = Delayed | Dynamic | Rowwise | Groupwise | Blockwise | Static | Obser
 Stateful = Delayed | Static | Observe
 """Quantizers that have a slot."""
 ByItself = Dynamic | Rowwise | Static
-"""Quantizers that quantize a tensor by itself: what other steps have seen does not matter."""
+"""Quantizers whose scale depends on the tensor alone, not on other steps."""
 Cacheable = Delayed | ByItself
 """Quantizers of weights whose FP8 copies can be kept: see `cached_operand`."""
 
@@ -723,7 +723,7 @@ def next_scales(
 def amaxes_of_ranks(amax_weights: Tensor, group: str) -> Tensor:
     """Return the largest of the ranks' amaxes f32[W] of a step: what `amax_reduction.py` makes of them after the step.
 
-    For the scales of weights that are divided among ranks, in the update before that reduction.
+    For the scales of sharded weights, in the update before that reduction.
     """
     return recorded_over(amax_weights, group)
 
@@ -821,7 +821,7 @@ def decode_moment(
 ) -> Tensor:
     """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1 or 2, b], see `Fp8Moment`.
 
-    division: how the moment is divided, if ranks have parts of it: then all of these are of this rank's part.
+    division: how the moment is sharded, if it is; then all of these belong to this rank's shard.
     """
     if blocks is not None:
         x = moments.decode_blocks(stored_as, x_q, blocks, dtype)
@@ -908,7 +908,7 @@ def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tens
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     """Return whether any of the floating tensors, of any shape, holds a NaN or an infinity: b8[].
 
-    If tensors are divided among ranks, all ranks return the same.
+    If tensors are sharded, all ranks return the same.
     """
     # `stack` takes tensors of one device: a GPU, if any of them is on one
     device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")

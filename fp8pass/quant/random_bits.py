@@ -1,8 +1,8 @@
-"""Random bits from counters, and stochastic rounding with them: the same numbers eagerly and compiled, on every rank.
+"""Random bits from counters, and stochastic rounding with them: the same values eagerly and compiled, on every rank.
 
 The bits of an element are a hash of its index, of a number of its tensor, and of the number of the update. So a run
-that resumes from a checkpoint goes on with the same bits, and nothing but one counter is saved. Of a tensor that is
-divided among ranks, the index is that in the whole tensor, so ranks do not repeat the bits of one another.
+that resumes from a checkpoint goes on with the same bits, and nothing but one counter is saved. For a sharded tensor,
+the index is that in the whole tensor, so that ranks do not repeat each other's bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mixed(x: Tensor) -> Tensor:
 def keys_of(updates: Tensor, seeds: Tensor) -> Tensor:
     """Return keys i32[n] for `key_at`. updates: i32[1], the number of the update; seeds: i32[n], of tensors.
 
-    If tensors are divided among ranks, `seeds` is i32[n, 2], whose second column has the index in the whole tensor of
+    If tensors are sharded, `seeds` is i32[n, 2], whose second column has the index in the whole tensor of
     the first element of this rank's part. The result then has this column, too.
     """
     if seeds.dim() == 1:

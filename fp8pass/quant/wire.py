@@ -1,4 +1,4 @@
-"""Gradients in FP8 on the wire: ranks exchange bytes, and each sums in float32 what arrives.
+"""Gradients in FP8 on the wire: ranks exchange bytes, and each sums what it receives in float32.
 
 A message is u8[P, C + 4 B], with a part for each of P ranks: C gradients in FP8, then the scale_inv f32 of each of B
 blocks of them. Scales are powers of two, so that dequantizing is exact. As scales travel with the gradients, each rank
@@ -106,6 +106,8 @@ class GradientExchange:
         if len(groups.stages) == 1:
             return self._reduce_scatter(x, groups.whole, key)
         near, far = groups.stages
+        # Rank r has position r % node in node r // node. Within a node, the rank at a position gets the parts for that
+        # position in all nodes, next to each other, so that the second exchange can split them by node.
         for_node = x.view(far.size(), near.size(), -1).transpose(0, 1).reshape(near.size(), -1)
         of_node = self._reduce_scatter(for_node, near, key)
         return self._reduce_scatter(of_node.view(far.size(), -1), far, (key, "of nodes"))
@@ -142,7 +144,7 @@ class GradientExchange:
     def packed(self, parts: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
         """Return the message u8[P, C + 4 B]. parts: [P, B, C / B]. scale, amax: f32, which broadcast to [P, B, 1]."""
         x_q = scaling.quantize(parts, scale, FORMATS[self.how.dtype]).view(torch.uint8)
-        # NaN where this rank has an infinity or NaN, which the sum and the gather bring to all ranks
+        # NaN where this rank has an infinity or NaN: through the sum and the gather all ranks get it
         scale_inv = scaling.inverse_unless_nonfinite(scale, amax).expand(*parts.shape[:2], 1).contiguous()
         return torch.cat([x_q.flatten(1), scale_inv.view(torch.uint8).flatten(1)], 1)
 
@@ -173,14 +175,15 @@ class GradientExchange:
         """Return the scale by the largest amax of the last step; this rank's own if there is none or it is exceeded."""
         work, bits = self._amaxes.pop(key, (None, torch.zeros((), dtype=torch.int32, device=amax.device)))
         if work is not None:
-            work.wait()
+            work.wait()  # with NCCL the stream waits, not the host
+        # abs: a NaN with its sign bit set would be a negative int32, below all amaxes
         last, now = bits.view(torch.float32), amax.abs().view(torch.int32)
-        # as bits, which sort as the numbers do, NaN above all; nothing waits for it in this step
+        # as bits, which sort as the floats do, NaN above all; async: only the next step reads it
         self._amaxes[key] = dist.all_reduce(now, dist.ReduceOp.MAX, group=group, async_op=True), now
         delayed = self.scale_of(last, self.how.margin)
         has_last = (last > 0) & scaling.is_finite(last)
         fits = amax * delayed <= scaling.fp8_max(FORMATS[self.how.dtype])
-        grown = (has_last & ~fits).to(torch.int64)
+        grown = (has_last & ~fits).to(torch.int64)  # counted on the device: reading it here would synchronize
         self._grown = grown if self._grown is None else self._grown + grown
         return torch.where(has_last & fits, delayed, self.scale_of(amax))
 
