@@ -160,7 +160,7 @@ class _Observer:
                 amaxes[name] = torch.maximum(found[inner], amaxes.get(name, found[inner]))
                 limits[name] = limit[inner]
         seen = {name: float(amax) for name, amax in amaxes.items()}
-        _warn_of("NaN or inf in", self.nonfinite, "these calls are passed over")
+        _warn_of("NaN or inf in", self.nonfinite, "these calls are skipped")
         _warn_of("nothing but zeros in", {n for n, amax in seen.items() if amax == 0}, "their scales are 1")
         # The amax of a tensor that was never finite is still -1, for none.
         known = [(name, amax) for name, amax in sorted(amaxes.items()) if amax >= 0]
@@ -170,4 +170,4 @@ class _Observer:
 def _warn_of(what: str, slots: Set[str], so: str) -> None:
     if slots:
         shown = ", ".join(sorted(slots)[:5]) + (f" and {len(slots) - 5} more" if len(slots) > 5 else "")
-        warn_once(f"fp8pass: calibrate saw {what} {shown}: {so}. Calibrate on data as the model will be called with")
+        warn_once(f"fp8pass: calibrate saw {what} {shown}: {so}. Calibrate on data like the model's later inputs")

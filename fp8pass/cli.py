@@ -133,8 +133,8 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="module:factory", help="a callable that returns (model, *inputs)")
     command.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
-    command.add_argument("--compare", metavar="PEER", help=f"one of {', '.join(PEERS)}: that too, if it is installed")
-    command.add_argument("--optimizer", metavar="NAME", help=f"its update too: one of {', '.join(OPTIMIZERS)}")
+    command.add_argument("--compare", metavar="PEER", help=f"compile by {' or '.join(PEERS)} too, if installed")
+    command.add_argument("--optimizer", metavar="NAME", help=f"compile its update too: one of {', '.join(OPTIMIZERS)}")
     command.add_argument("--ptx", action="store_true", help="compile every Triton kernel to machine code")
     command.add_argument("--machine", type=Path, help="file with a machine's measured speeds, instead of --target")
     command.add_argument("--json", type=Path, help="file to write everything to")
@@ -169,9 +169,12 @@ def _add_bisect(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("step", metavar="module:step", help="a callable without arguments, which trains some steps")
     command.add_argument(
-        "check", metavar="module:check", nargs="?", help="of what it returns: true if fine (default: all is finite)"
+        "check",
+        metavar="module:check",
+        nargs="?",
+        help="takes the result, returns whether it is right (default: all is finite)",
     )
-    command.add_argument("--max-runs", type=int, default=100, help="to stop at (default: %(default)s)")
+    command.add_argument("--max-runs", type=int, default=100, help="most runs (default: %(default)s)")
 
 
 def _bisect(args: argparse.Namespace) -> int:
@@ -180,26 +183,26 @@ def _bisect(args: argparse.Namespace) -> int:
     progress.setLevel(logging.INFO)
     try:
         check = named(args.check) if args.check else None
-        found = bisect(named(args.step), check, max_runs=args.max_runs)
+        bisection = bisect(named(args.step), check, max_runs=args.max_runs)
     except (Fp8Error, ValueError) as error:
         print(f"fp8pass bisect: {error}", file=sys.stderr)
         return 2
-    print(found)
-    return int(found.verdict != "passes")
+    print(bisection)
+    return int(bisection.verdict != "passes")
 
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_explain)
     command.description = (
-        "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end; 1: matmuls ran "
-        "where it compiles nothing, or fp8pass itself failed on the way, and the report says what was left out."
+        "Trace a model's forward and backward. The exit status is 1 if matmuls ran outside of compiled code, or if "
+        "fp8pass itself failed and left out what the report lists; 2 if compilation failed."
     )
     command.add_argument("spec", metavar="module:factory", help="a callable that returns (model or function, *inputs)")
     command.add_argument("--recipe", help="FP8 recipe (default: delayed, or FP8PASS_RECIPE)")
     command.add_argument("--target", help="the GPU to decide for, if it isn't the one that the inputs are on")
     command.add_argument("--forward", action="store_true", help="without the backward")
     command.add_argument("--kernels", action="store_true", help="generate Inductor's code too, for --html")
-    command.add_argument("--memory", action="store_true", help="predict a step's memory on the target (h100, if none)")
+    command.add_argument("--memory", action="store_true", help="predict a step's memory on the target (default: h100)")
     command.add_argument("--html", type=Path, help="file to write a page to: table, graphs, kernels")
     command.add_argument("--json", type=Path, help="file to write the table to")
 
@@ -229,28 +232,28 @@ def _explain(args: argparse.Namespace) -> int:
         print(f"fp8pass explain: {failure}", file=sys.stderr)
         return 2
     if outside := missed(report.gemms):
-        print(f"fp8pass explain: {len(outside)} matmuls ran where fp8pass compiles nothing", file=sys.stderr)
+        print(f"fp8pass explain: {len(outside)} matmuls ran outside of compiled code", file=sys.stderr)
     return int(bool(outside or report.faults))
 
 
 def _show_memory(spec: str, config: Config) -> None:
     if not isinstance(config.recipe, Recipe):
-        raise Fp8Error("there is no recipe; write --recipe delayed, say")
+        raise Fp8Error("there is no recipe: write --recipe delayed, for example")
     show_memory(inspect(spec, str(config.target or "h100"), config.recipe.name, peer=PEERS[0]))
 
 
 def _inspect(args: argparse.Namespace) -> int:
     try:
-        found = inspect(
+        inspection = inspect(
             args.spec, args.target, args.recipe,
             peer=args.compare, optimizer=args.optimizer, ptx=args.ptx, machine=args.machine,
         )  # fmt: skip
     except (Fp8Error, ValueError) as error:
         print(f"fp8pass inspect: {error}", file=sys.stderr)
         return 2
-    show(found)
+    show(inspection)
     if args.json is not None:
-        args.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+        args.json.write_text(json.dumps(asdict(inspection), indent=1) + "\n")
     return 0
 
 

@@ -59,9 +59,9 @@ def enable_fp8_all_gather(
     """Make the next `fully_shard` gather weights of linear layers in FP8.
 
     With one scale for each weight, it is `448 / amax`, with the amax over all shards: the scale of dynamic scaling,
-    whatever the recipe is. If tensor parallelism has divided a weight before this call, each part has its own scale.
+    whatever the recipe is. If tensor parallelism has sharded a weight before this call, each shard has its own scale.
     Scales of blocks are gathered with the weight, f32[N / 128, K / 128], and are those of the recipe `blockwise`:
-    training has the numbers that it has without FP8 on the wire.
+    training computes the same values as without FP8 on the wire.
 
     Args:
         model: The model, before `fully_shard`.
@@ -162,12 +162,12 @@ def enable_fp8_reduce_scatter(
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable_fp8_reduce_scatter() takes a module, not {type(model).__name__}")
     how = GradientFormat(dtype, scale, block, margin, node)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not found:
+    sharded_modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not sharded_modules:
         raise Fp8Error("no module is sharded: call enable_fp8_reduce_scatter after fully_shard")
-    for module in found.values():
+    for module in sharded_modules.values():
         module.set_custom_reduce_scatter(_Fp8ReduceScatter(how))
-    return list(found)
+    return list(sharded_modules)
 
 
 class _Fp8ReduceScatter(ReduceScatter):
@@ -185,8 +185,8 @@ class _Fp8ReduceScatter(ReduceScatter):
     ) -> None:
         """Write this rank's part of the sum or mean of all ranks' gradients to `output_tensor` [n].
 
-        input_tensor: [ranks * n], the gradients of this rank. FSDP calls it on a stream of its own, where the
-        collectives wait for each other, and the host for none.
+        input_tensor: [ranks * n], the gradients of this rank. FSDP calls it on a separate stream, where the
+        collectives wait for each other; the host waits for none.
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise Fp8Error(
@@ -217,7 +217,7 @@ def _shard_of(parameter: Tensor) -> Fp8Shard | None:
 
 
 class _GatheredWeight(NamedTuple):
-    """A weight that has been gathered. mesh: the mesh of its shards. change: how often its parameter was replaced."""
+    """A gathered weight. mesh: the mesh of its shards. change: how often its parameter was replaced."""
 
     parameter: weakref.ref[Tensor]
     mesh: DeviceMesh
@@ -419,14 +419,14 @@ class Fp8Shard(WrapperTensor):
 
     @staticmethod
     def _run(func: Any, args: Any, kwargs: Any) -> Any:
-        found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Fp8Shard)]
+        shards = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Fp8Shard)]
         plain = pytree.tree_map_only(Fp8Shard, lambda x: x._tensor, (args, kwargs))
         result = func(*plain[0], **plain[1])
         if func._schema.is_mutable and args and isinstance(args[0], Fp8Shard) and isinstance(result, Tensor):
             return args[0]  # an in-place op returns its first argument
         if func not in _KEEPING:
             return result
-        return pytree.tree_map_only(Tensor, lambda x: Fp8Shard(x, found[0]._weights, found[0]._key), result)
+        return pytree.tree_map_only(Tensor, lambda x: Fp8Shard(x, shards[0]._weights, shards[0]._key), result)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -439,8 +439,8 @@ class Fp8Shard(WrapperTensor):
         name = self._weights.names[self._key]
         if self.shape[1:] != outer_size[1:]:
             raise Fp8Error(
-                f"the weight of {name!r}, {list(outer_size)}, is sharded as {list(self.shape)}: FP8 is gathered of "
-                "shards of rows. Let shard_placement_fn divide dimension 0, or leave the layer out with filter="
+                f"the weight of {name!r}, {list(outer_size)}, is sharded as {list(self.shape)}: FP8 gathers "
+                "shards of rows only. Let shard_placement_fn shard dimension 0, or leave the layer out with filter="
             )
         if self._weights.in_blocks:
             return self._blocks(name, outer_size, mesh), None

@@ -94,7 +94,7 @@ def _scales(name: str, value: Any) -> dict[str, float]:
 
 def _scale(slot: Any, scale: Any) -> float:
     if not isinstance(slot, str):
-        raise ValueError(f"slot {slot!r} of a scale: it must be a name, 'layers.0.up.input' say")
+        raise ValueError(f"slot {slot!r} of a scale: it must be a name, such as 'layers.0.up.input'")
     number = scale.detach().reshape(-1)[0].item() if isinstance(scale, Tensor) and scale.numel() == 1 else plain(scale)
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(f"scale {scale!r} of {slot!r}: it must be a number, or a tensor with one element")
@@ -114,11 +114,11 @@ def _rules(name: str, value: Any) -> tuple[tuple[str, Recipe | None], ...]:
         raise wrong(name, value, valid)
     if any(len(pair) != 2 or not isinstance(pair[0], str) for pair in value):
         raise wrong(name, value, valid)
-    found = tuple((pattern, resolve(recipe)) for pattern, recipe in value)
-    for pattern, recipe in found:
+    rules = tuple((pattern, resolve(recipe)) for pattern, recipe in value)
+    for pattern, recipe in rules:
         if isinstance(recipe, (ByModule, Schedule)):
             raise ValueError(f"the recipe of {pattern!r} must be one recipe, not {type(recipe).__name__}")
-    return found  # type: ignore[return-value]
+    return rules  # type: ignore[return-value]
 
 
 RULES = Rule(_rules)
@@ -300,7 +300,7 @@ class DelayedScaling(TensorwiseRecipe):
 class RowwiseScaling(Recipe):
     """One scale per row of A and per column of B, from the tensor itself; e4m3 throughout.
 
-    Each operand is quantized anew for each matmul that reads it, along the dimension that this matmul sums over.
+    Each operand is quantized separately for each matmul that reads it, along the dimension that this matmul sums over.
     `power_of_2` rounds scales down to powers of two.
     """
 
@@ -471,10 +471,10 @@ def register_recipe(name: str) -> Callable[[Made], Made]:
     or the old scale. A function without arguments that returns a recipe can be registered, too.
 
     Args:
-        name: Letters, digits and "_", "-", ".". To register the same class anew replaces it.
+        name: Letters, digits and "_", "-", ".". Registering the same class again replaces it.
 
     Returns:
-        A decorator that returns what it decorates. It raises ValueError for something else than such a class, and for a
+        A decorator that returns what it decorates. It raises ValueError for anything but such a class, and for a
         class whose methods return wrong dtypes, shapes or scales.
 
     Raises:
@@ -581,9 +581,9 @@ def resolve(recipe: Any, what: str = "recipe") -> Plan | Schedule:
     if isinstance(recipe, Mapping):
         for pattern in recipe:
             if not isinstance(pattern, str):
-                raise ValueError(f"recipe={{{pattern!r}: ...}}: keys are patterns of module names, 'layers.*.attn' say")
+                raise ValueError(f"recipe={{{pattern!r}: ...}}: keys are module name patterns, like 'layers.*.attn'")
         if not recipe:
-            raise ValueError("recipe={}: needs a name pattern, {'*': 'delayed'} say; unmatched names stay as they are")
+            raise ValueError("recipe={}: needs a name pattern, such as {'*': 'delayed'}; other names stay as they are")
         return ByModule(tuple(recipe.items()))
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise ValueError(f"recipe={recipe.__name__} is a class; write {recipe.__name__}(...)")
@@ -609,7 +609,7 @@ class Schedule:
 
     def __init__(self, phases: Mapping[int, Any]) -> None:
         if not isinstance(phases, Mapping):
-            raise ValueError(f"Schedule({phases!r}): a dict {{first step: recipe}}, {{0: None, 100: 'delayed'}} say")
+            raise ValueError(f"Schedule({phases!r}): a dict {{first step: recipe}}, like {{0: None, 100: 'delayed'}}")
         steps = {STEP.take("step", plain(step)): recipe for step, recipe in phases.items()}
         resolved = [(step, resolve(recipe)) for step, recipe in sorted(steps.items())]
         if not resolved or resolved[0][0] != 0:

@@ -113,7 +113,7 @@ def _called(formula: Callable[..., Tensor], *args: Tensor, what: str) -> Tensor:
     except Fp8Error:
         raise
     except Exception as error:
-        raise Fp8Error(f"{what} raised {type(error).__name__}: {first_line(error)}. Mend it") from error
+        raise Fp8Error(f"{what} raised {type(error).__name__}: {first_line(error)}. Fix it") from error
 
 
 def power_of_2_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float) -> Tensor:
@@ -176,7 +176,7 @@ def check_floating(x: object, name: str = "x") -> None:
     """Raise TypeError unless `x` is a tensor of real floating numbers."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} is {what}: pass a floating tensor, of float32 or bfloat16 say")
+        raise TypeError(f"{name} is {what}: pass a floating-point tensor, such as float32 or bfloat16")
 
 
 def check_fp8(dtype: object, valid: tuple[torch.dtype, ...] = (*FP8_DTYPES, *FNUZ_DTYPES)) -> None:
@@ -188,7 +188,7 @@ def check_fp8(dtype: object, valid: tuple[torch.dtype, ...] = (*FP8_DTYPES, *FNU
 def check_scale(scale: object, name: str = "scale") -> None:
     """Raise TypeError unless `scale` is a number or a tensor of real numbers."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
-        raise TypeError(f"{name} is {scale!r}: pass a number or a tensor, f32[] say")
+        raise TypeError(f"{name} is {scale!r}: pass a number or a float32 tensor")
     if isinstance(scale, Tensor) and not scale.is_floating_point():
         raise TypeError(f"{name} is {scale.dtype}: pass a float32 tensor or a number")
 
@@ -196,7 +196,7 @@ def check_scale(scale: object, name: str = "scale") -> None:
 def check_not_zero(scale: object) -> None:
     """Raise ValueError for the number 0, which has no reciprocal. Does not look at tensors."""
     if isinstance(scale, (int, float)) and scale == 0:
-        raise ValueError("scale is 0: pass what x is multiplied with, 448 / x.abs().amax() say")
+        raise ValueError("scale is 0: pass the multiplier for x, such as 448 / x.abs().amax()")
 
 
 def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -285,7 +285,7 @@ def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> 
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {first_line(error)}"
-        raise Fp8Error(f"amax_compute_algo raised {what}. It takes the history of one slot, f32[H]: mend it") from error
+        raise Fp8Error(f"amax_compute_algo raised {what}. It takes the history of one slot, f32[H]: fix it") from error
 
 
 def resized_history(history: Tensor, length: int) -> Tensor:

@@ -157,37 +157,37 @@ class TrainStep:
         report.add(self._collected)
         if silent := sum(self._breaks.values()) - len(report.breaks):
             reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
-            report.notes.append(f"{silent} more graph breaks have nothing to compile before them. All: {reasons}")
+            report.notes.append(f"{silent} more graph breaks have no ops before them to compile. All: {reasons}")
         if places := [f"{name} ({location_of(file, line)})" for (name, file), line in self._op_by_op.items()]:
             runs = "itself runs" if len(places) == 1 else "themselves run"
             report.notes.append(
-                f"{' and '.join(places)} {runs} op by op: torch gives up a whole function where its graph breaks in a "
-                "for or while loop, at backward() say, or in what it can't leave and enter again. The modules and "
-                "functions called there are compiled, each call by itself; what stands between the calls, a loss say, "
-                "is not: put it into a function together with the model's call"
+                f"{' and '.join(places)} {runs} op by op: torch does not compile a function whose graph breaks inside "
+                "a loop (for example at backward()) or inside a block that it cannot resume. The modules and functions "
+                "that it calls are still compiled, one by one. To compile the code between those calls, such as a "
+                "loss, move it into one function with the model's call"
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
             # by rows and by columns, a weight has two copies with scales of their own
-            own = {tuple(map(id, w.parts)): w.parts for w in weights}
-            theirs = sum(part_of(p).nbytes for parts in own.values() for p in parts)
-            mine = sum(w.nbytes for w in weights)
+            by_parts = {tuple(map(id, w.parts)): w.parts for w in weights}
+            original_bytes = sum(part_of(p).nbytes for parts in by_parts.values() for p in parts)
+            copied_bytes = sum(w.nbytes for w in weights)
             report.notes.append(
-                f"FP8 copies of {len(own)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
-                f"(weight_cache={self.config.weight_cache!r})"
+                f"FP8 copies of {len(by_parts)} weights take {copied_bytes / 1e6:.1f} MB beside their "
+                f"{original_bytes / 1e6:.1f} MB (weight_cache={self.config.weight_cache!r})"
             )
             if later := [w for w in weights if not w.knows_next_scale]:
                 report.notes.append(
-                    f"FP8 copies of {len(later)} weights that are divided among ranks are made by separate kernels "
-                    "before each step, since their ranks share amaxes once in several steps (reduce_amax_interval)"
+                    f"FP8 copies of {len(later)} sharded weights are made by separate kernels before each step, "
+                    "because ranks share amaxes only once in several steps (reduce_amax_interval)"
                 )
             if again := [w for w in weights if w.requantized > w.expected and w.knows_next_scale]:
                 times = max(w.requantized - w.expected for w in again)
                 changed = {tuple(map(id, w.parts)) for w in again}
                 report.notes.append(
                     f"{len(changed)} weights were quantized again by separate kernels, up to {times} times, because "
-                    "something other than a compiled update had changed them: an optimizer that runs eagerly (with "
-                    "fused=True, say: use foreach=True), a state that was loaded, an edit"
+                    "something other than a compiled update had changed them: an optimizer that runs eagerly "
+                    "(because of fused=True? use foreach=True), a state that was loaded, an edit"
                 )
         if self.config.weight_amax == "predicted":
             report.notes.append(self._note_of_predictions(weights))
@@ -216,7 +216,7 @@ class TrainStep:
         if self._measured:
             note += f"; the others are measured: {'; '.join(self._measured)}"
         if (most := max((u.overshoot for u in self._updates), default=0.0)) > 1:
-            note += f". A weight became {most:.2f} times as large as predicted, and saturated: its optimizer did more"
+            note += f". A weight became {most:.2f} times as large as predicted, and saturated: its update was larger"
         return note
 
     def bytes_per_parameter(self) -> ParameterBytes:
@@ -240,7 +240,9 @@ class TrainStep:
         """
         models = list(self._models) or _owners(*self._found((), {}))
         if len(models) != 1:
-            raise TypeError(f"the step trains {len(models)} models, as far as is known: write fp8pass.state(model)")
+            raise TypeError(
+                f"the step trains {len(models)} models, as far as fp8pass can see: write fp8pass.state(model)"
+            )
         return state(models[0])
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -400,7 +402,7 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 def _called(reason: str) -> str:
-    """Return the name in Dynamo's reason of a graph break: the function in backquotes, or else its first line."""
+    """Return the name in Dynamo's reason of a graph break: the function in backquotes, otherwise its first line."""
     names = re.findall(r"`([^`]+)`", reason.partition("Hint:")[0])
     return names[0] if names else reason.strip().splitlines()[0]
 
@@ -449,8 +451,8 @@ def _check_division(name: str, p: DTensor, config: Config) -> None:
         value = getattr(config, option)
         if value != off and divided_several_times(p):
             raise Fp8Error(
-                f"train_step: {option}={value!r} supports parameters that one dimension of a mesh divides, and {name} "
-                f"is divided by several, {p.placements}. Shard it over one of them, or leave the option out"
+                f"train_step: {option}={value!r} supports parameters sharded over one dimension of a mesh, and {name} "
+                f"is sharded over several, {p.placements}. Shard it over one of them, or leave the option out"
             )
 
 
@@ -480,8 +482,8 @@ def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], w
         if len(devices) > 1:
             places = ", ".join(f"{name} on {device}" for device, name in devices.items())
             raise Fp8Error(
-                f"train_step: {type(model).__name__} is on several devices: {places}. A step has one; move the model "
-                "to one device, or train each part by a separate step"
+                f"train_step: {type(model).__name__} is on several devices: {places}. A step supports one: move the "
+                "model to one device, or train each part by a separate step"
             )
 
 
@@ -495,17 +497,19 @@ def _check_trained(
             "depends on the model, with gradients enabled"
         )
     if not _owners(models, optimizers):
-        theirs = [tuple(p.shape) for o in optimizers for group in o.param_groups for p in group["params"]]
+        shapes = [tuple(p.shape) for o in optimizers for group in o.param_groups for p in group["params"]]
         names = ", ".join(type(m).__name__ for m in models)
         raise Fp8Error(
-            f"train_step: {where} has gradients of {names}, and its optimizer updates {len(theirs)} other parameters, "
-            f"of shapes {', '.join(map(str, theirs[:3]))}. Make the optimizer of this model's parameters(), after "
+            f"train_step: {where} has gradients of {names}, and its optimizer updates {len(shapes)} other parameters, "
+            f"of shapes {', '.join(map(str, shapes[:3]))}. Make the optimizer of this model's parameters(), after "
             "whatever replaces them; or copy what it updates into the model, within the step"
         )
     # A GradScaler may skip the first step, whose gradients it has scaled by 65536 unless told otherwise.
     stepped = any(o.state for o in optimizers)  # p.data and fused kernels change parameters, but not their versions
     if not scaler and not stepped:
-        warn_once(f"fp8pass: {where} computed gradients, and its first call updated no parameter: optimizer.step()?")
+        warn_once(
+            f"fp8pass: {where} computed gradients, and its first call updated no parameter: call optimizer.step()"
+        )
 
 
 class _Backwards:

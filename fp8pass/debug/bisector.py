@@ -100,7 +100,7 @@ class Culprit:
     def __str__(self) -> str:
         lines = [f"{self.unit}" + (f", {self.scaling}" if self.scaling else "")]
         for role in self.operands:
-            also = f", and so it does with {self.better[role]} scaling" if role in self.better else ""
+            also = f", and with {self.better[role]} scaling too" if role in self.better else ""
             lines.append(f"its operand {role} is at fault: with it in high precision the check passes{also}")
         return "; ".join(lines)
 
@@ -140,7 +140,7 @@ class Bisection:
         story = [_HEADLINES[self.verdict].format(matmuls=self.matmuls, culprit=self.pass_name)]
         for i, found in enumerate(self.culprits):
             cause = "the cause" if self.verdict == "numbers" else "it shows in"
-            which = (f"{cause}, by itself as well" if i else cause) + (", only together" if len(found) > 1 else "")
+            which = (f"{cause} too, independently" if i else cause) + (", only together" if len(found) > 1 else "")
             story += [f"  {which}:", *(f"    {line}" for c in found for line in str(c).split("; "))]
         story += ["", *self._advice(), *self.notes] if self._advice() or self.notes else []
         return "\n".join([*story, "", *map(str, self.runs), f"{len(self.runs)} runs in {seconds:.0f} s"])
@@ -154,11 +154,9 @@ class Bisection:
         if self.verdict == "weight_cache":
             advice.append("Please report it. To go on: weight_cache='off'.")
         if self.remedy:
-            advice.append(
-                f"To go on: recipe={{{_items(self.remedy)}, '*': ...}}, with which the check was seen to pass;"
-            )
+            advice.append(f"To go on: recipe={{{_items(self.remedy)}, '*': ...}}, with which the check passed;")
         if self.filter:
-            seen = "with which the check was seen to pass" if self.cured else "which has not been seen to be enough"
+            seen = "with which the check passed" if self.cured else "which may not be enough"
             advice.append(f"{'or' if self.remedy else 'To go on:'} filter={self.filter}, {seen}.")
         if saved := [c.name for found in self.culprits for c in found if c.kind == "saved"]:
             advice.append(f"To go on: save_fp8=False, or name patterns that do not match {' and '.join(saved)}.")
@@ -166,21 +164,21 @@ class Bisection:
             advice.append("To go on: optimizer_state='off'.")
         if self.repeated is False:
             advice.append(
-                "The culprits did not fail again: the step is not deterministic, or changes something that is not put "
-                "back between runs (see fp8pass.bisect). Do not trust this before that is settled."
+                "The culprits did not fail when run again: the step is not deterministic, or it changes something that "
+                "is not restored between runs (see fp8pass.bisect). Do not trust this result until that is fixed."
             )
         return advice
 
 
 _HEADLINES: dict[str, str] = {
-    "numbers": "The numbers of FP8 are the cause: the annotated graph fails too, run eagerly, with no pass and no "
-    "compiler.\nOf {matmuls} matmuls that run in FP8:",
-    "pass": "The pass {culprit} is the cause, not the numbers of FP8: before it all is well, with it the check fails.",
-    "compiler": "{culprit} is the cause, not the numbers of FP8: the annotated graph passes, run eagerly.",
+    "numbers": "FP8 precision is the cause: the annotated graph fails too, run eagerly, without passes or compiler.\n"
+    "Of {matmuls} matmuls that run in FP8:",
+    "pass": "The pass {culprit} is the cause, not FP8 precision: the check fails from this pass on.",
+    "compiler": "{culprit} is the cause, not FP8 precision: the annotated graph passes, run eagerly.",
     "weight_cache": "The FP8 copies of weights (weight_cache) are the cause: without them the check passes.",
-    "not fp8": "It fails without fp8pass too: it isn't FP8.",
+    "not fp8": "The check fails without fp8pass too: FP8 is not the cause.",
     "passes": "The check passes with everything in FP8, as configured: there is nothing to find.",
-    "unclear": "The numbers of FP8, a pass or Inductor: that could not be told apart. Of {matmuls} matmuls:",
+    "unclear": "Could not tell whether FP8 precision, a pass or Inductor is the cause. Of {matmuls} matmuls:",
 }
 
 
@@ -190,7 +188,7 @@ def _items(of: dict[str, str]) -> str:
 
 STEP = called_with((), "()")
 CHECK = called_with((None,), "(what step returned) -> bool")
-MAX_RUNS = whole(3, "a number of runs, 3 or more", "3 at least, of which the first two say whether it is FP8")
+MAX_RUNS = whole(3, "a number of runs, 3 or more", "the first two runs only show whether FP8 is the cause")
 
 
 def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *, max_runs: int = 100) -> Bisection:
@@ -316,7 +314,7 @@ class _Bisector:
     # What is found, in order
 
     def _find(self) -> None:
-        found = self.found
+        result = self.found
         outcome = self._try("everything as configured")
         if not self.trial.graphs:
             raise Fp8Error(
@@ -325,25 +323,25 @@ class _Bisector:
             )
         self.units, lowerings, cached = self.trial.seen, self.trial.lowerings, self.trial.cached
         applied = self.trial.applied
-        found.matmuls = sum(unit.kind in FACTORS for unit in self.units)
+        result.matmuls = sum(unit.kind in FACTORS for unit in self.units)
         if outcome != "fails":
-            found.verdict = "passes"
+            result.verdict = "passes"
             return
         without = self._try("without fp8pass", units=(), passes=())
         if without != "passes":
-            found.verdict = "not fp8"
+            result.verdict = "not fp8"
             return
         reference = self._try("everything in FP8, the annotated graphs run eagerly", way="reference")
         if reference == "fails":
-            found.verdict, self.how = "numbers", {"way": "reference"}
+            result.verdict, self.how = "numbers", {"way": "reference"}
             self._find_rewriting([name for name in _OPTIONAL if name in applied])
-            if found.pass_name:
+            if result.pass_name:
                 return
         elif reference == "passes":
             self._find_machinery(lowerings == {"eager"}, cached)
         else:
             self._note(
-                "The annotated graphs could not be run eagerly: numbers, passes and Inductor are not told apart."
+                "The annotated graphs could not be run eagerly, so precision, passes and Inductor are not told apart."
             )
         self._find_matmuls()
 
@@ -356,54 +354,54 @@ class _Bisector:
 
     def _find_machinery(self, runs_eagerly: bool, cached: bool) -> None:
         """Find which stage after the annotated graph is at fault: AOTAutograd, a pass, weight cache, or Inductor."""
-        found = self.found
+        result = self.found
         behind_passes = runs_eagerly or self._try("op by op after all passes", way="eager") == "fails"
         self.how = {"way": "eager"} if behind_passes else {}
         if cached and self._try("without FP8 copies of weights", weight_cache=False) == "passes":
-            found.verdict = "weight_cache"
+            result.verdict = "weight_cache"
             return
         names = [p.name for p in (*pipeline.JOINT, *pipeline.KERNELS)]
         # With the first `good` passes the step passes, with the first `bad` it fails.
         good, bad = 0, len(names)
         if self._try("with no pass", passes=()) == "fails":
-            found.verdict, found.pass_name = "compiler", "AOTAutograd" if behind_passes else "Inductor"
+            result.verdict, result.pass_name = "compiler", "AOTAutograd" if behind_passes else "Inductor"
             return
         while bad - good > 1:
             middle = (good + bad) // 2
             fails = self._try(f"with passes up to {names[middle - 1]}", passes=names[:middle]) == "fails"
             good, bad = (good, middle) if fails else (middle, bad)
-        found.verdict, found.pass_name = "pass", names[bad - 1]
-        others = [name for name in names if name != found.pass_name]
-        if self._try(f"with all passes but {found.pass_name}", passes=others) != "passes":
-            self._note(f"Without {found.pass_name} alone it still does not pass: other passes may be wrong as well.")
+        result.verdict, result.pass_name = "pass", names[bad - 1]
+        others = [name for name in names if name != result.pass_name]
+        if self._try(f"with all passes but {result.pass_name}", passes=others) != "passes":
+            self._note(f"The check fails with all passes but {result.pass_name} too: others may be wrong as well.")
         if not behind_passes:
-            self._note("Op by op it passes: Inductor may be at fault, for what it makes of that pass's graph.")
+            self._note("Op by op the check passes: Inductor may compile that pass's graph wrongly.")
 
     def _find_matmuls(self) -> None:
         """Find sets of matmuls that fail by themselves, until the remaining matmuls pass."""
-        found, left = self.found, list(self.units)
-        while left and len(found.culprits) < MAX_SETS and self._fails(left, self._without()):
+        result, left = self.found, list(self.units)
+        while left and len(result.culprits) < MAX_SETS and self._fails(left, self._without()):
             smallest = _smallest(left, self._fails)
             if smallest == left and len(left) > MAX_TOGETHER:
-                self._note(f"No smaller set than {_count(left)} fails: many small errors that add up, it seems.")
-            found.culprits.append([Culprit(u, r.name if (r := self.units[u]) else "") for u in smallest])
+                self._note(f"No smaller set than {_count(left)} fails: many small errors seem to add up.")
+            result.culprits.append([Culprit(u, r.name if (r := self.units[u]) else "") for u in smallest])
             # Without the culprits' other matmuls too, because the filter that is proposed leaves out whole modules.
             names = {u.name for u in smallest if u.kind in FACTORS}
             left = [u for u in left if u not in smallest and not (u.kind in FACTORS and u.name in names)]
-        if not found.culprits:
+        if not result.culprits:
             return
-        found.cured = not left or self._try(self._without(), units=left) == "passes"
-        if found.verdict in ("numbers", "unclear"):
-            for together in found.culprits:
+        result.cured = not left or self._try(self._without(), units=left) == "passes"
+        if result.verdict in ("numbers", "unclear"):
+            for together in result.culprits:
                 if len(together) <= MAX_TOGETHER:
                     self._find_operands(together)
             self._find_remedy()
-        first, runs = [c.unit for c in found.culprits[0]], len(found.runs)
+        first, runs = [c.unit for c in result.culprits[0]], len(result.runs)
         outcome = self._try(
             f"only {_count(first)} in FP8, as configured, again", again=True, units=first, way="configured"
         )
         # None if there were no runs left for it.
-        found.repeated = outcome == "fails" if len(found.runs) > runs else None
+        result.repeated = outcome == "fails" if len(result.runs) > runs else None
 
     def _without(self) -> str:
         names = self.found.filter or [c.kind for found in self.found.culprits for c in found]

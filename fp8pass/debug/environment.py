@@ -105,17 +105,17 @@ def _speeds(target: Target | None) -> Iterator[tuple[str, str]]:
     if target is None or not target.has_fp8:
         return
     device, machine = torch.device("cuda", 0), make_config().machine
-    base, of = here.published_here(device), here.known(device)
+    base, known_gpu = here.published_here(device), here.known(device)
     yield "figures", f"{'of a file' if machine not in here.HOW else machine}: {figures(target)}"
     yield "  published", figures(base)
-    if of.speeds is not None:
-        yield "  measured", rates(of.speeds)
+    if known_gpu.speeds is not None:
+        yield "  measured", rates(known_gpu.speeds)
     for kind in kernels.KINDS:
-        yield f"  {kind} kernels", _answer(kind, target, of.tried)
-    for tried in of.tried:
+        yield f"  {kind} kernels", _answer(kind, target, known_gpu.tried)
+    for tried in known_gpu.tried:
         if tried.result:
             yield f"    {tried.kind}", f"{tried.case}: {tried.result}{'' if tried.needed else ' (not needed)'}"
-    for note in of.notes:
+    for note in known_gpu.notes:
         yield "  not found out", note
 
 

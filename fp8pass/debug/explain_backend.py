@@ -118,11 +118,11 @@ class GraphToDraw:
             stack.enter_context(tracing(self.context))
             for mode in self.modes:
                 stack.enter_context(mode())
-            found = stack.enter_context(collect())
+            drawings = stack.enter_context(collect())
             self.draw()
         drawing = drawn()
         assert drawing is not None
-        drawing.replace_verdicts(found.gemms, self.gemms)
+        drawing.replace_verdicts(drawings.gemms, self.gemms)
 
 
 class _Unchanged:

@@ -61,7 +61,7 @@ def explain(
             f"explain() takes a module or a function, and then its arguments, not {type(function).__name__}"
         )
     if not isinstance(config, Config | None):
-        raise TypeError(f"config is {config!r}: pass fp8pass.Config(recipe=...), say")
+        raise TypeError(f"config is {config!r}: pass a fp8pass.Config, such as Config(recipe=...)")
     # torch.compile keeps a module in `_orig_mod` and a function in `_torchdynamo_orig_callable`: compile that one.
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     config = config or make_config()
@@ -159,7 +159,7 @@ def _restored_buffers(function: object) -> Iterator[None]:
 
 
 def _failure(report: Report) -> Fp8Error:
-    error = Fp8Error(f"{report.error}. Until then: {report.summary()}; this error's `report` has it all")
+    error = Fp8Error(f"{report.error}. Before the error: {report.summary()}; all is in this error's `report`")
     error.report = report
     return error
 

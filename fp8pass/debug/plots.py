@@ -1,4 +1,4 @@
-"""Plot the numbers of the numerics monitor over steps: `fp8pass plot`."""
+"""Plot the counts of the numerics monitor over steps: `fp8pass plot`."""
 
 from __future__ import annotations
 

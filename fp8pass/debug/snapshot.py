@@ -37,16 +37,16 @@ class Snapshot:
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
-        found = list(reached(roots, _has_state))
-        parts = {part for x in found if isinstance(x, nn.Module) for part in x.modules() if part is not x}
-        found = [x for x in found if not isinstance(x, nn.Module) or x not in parts]
-        self._undo = [_random_state(), _fp8_state(), *map(_undo, found)]
-        self._steps = [x for x in found if isinstance(x, TrainStep)]
-        self.found = [type(x).__name__ for x in found if not isinstance(x, TrainStep)]
+        objects = list(reached(roots, _has_state))
+        parts = {part for x in objects if isinstance(x, nn.Module) for part in x.modules() if part is not x}
+        objects = [x for x in objects if not isinstance(x, nn.Module) or x not in parts]
+        self._undo = [_random_state(), _fp8_state(), *map(_undo, objects)]
+        self._steps = [x for x in objects if isinstance(x, TrainStep)]
+        self.found = [type(x).__name__ for x in objects if not isinstance(x, TrainStep)]
 
     def restore(self) -> None:
         """Restore everything in place, and drop all compiled code."""
-        torch.compiler.reset()  # else Dynamo reuses what it compiled under the last trial
+        torch.compiler.reset()  # otherwise Dynamo reuses what it compiled under the last trial
         for step in self._steps:
             step.forget()
         with torch.no_grad():
@@ -114,27 +114,27 @@ def _tensor(x: Tensor) -> Undo:
     return undo
 
 
-def _loaded(of: State) -> Undo:
+def _loaded(state: State) -> Undo:
     """Save the loaded entries of a `State`, from which instance states that are created later take their values."""
-    loaded, steps = of._loaded, of._steps
+    loaded, steps = state._loaded, state._steps
     entries = dict(loaded.entries)
 
     def undo() -> None:
-        of._loaded, of._steps = replace(loaded, entries=dict(entries)), steps
+        state._loaded, state._steps = replace(loaded, entries=dict(entries)), steps
 
     return undo
 
 
 def _optimizer(optimizer: Optimizer) -> Undo:
     groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
-    states = {p: _copied(of) for p, of in optimizer.state.items()}
+    states = {p: _copied(state) for p, state in optimizer.state.items()}
 
     def undo() -> None:
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(_copied(saved))
         optimizer.state.clear()
-        optimizer.state.update({p: _copied(of) for p, of in states.items()})
+        optimizer.state.update({p: _copied(state) for p, state in states.items()})
 
     return undo
 

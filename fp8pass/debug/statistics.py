@@ -1,4 +1,4 @@
-"""Return the numbers of the numerics monitor as a table, JSON lines, or TensorBoard scalars: `fp8pass.stats(model)`."""
+"""Return the counts of the numerics monitor as a table, JSON lines, or TensorBoard scalars: `fp8pass.stats(model)`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8pass.states.model_state import state as state_of
 from fp8pass.states.slots import InstanceState, registry
 
 PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr", "kurtosis")
-"""The numbers of a row that change from step to step."""
+"""The fields of a row that change from step to step."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Stats:
 
 
 def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
-    """Return the numbers of the numerics monitor for a module, compiled or not, or for the models of a `train_step`.
+    """Return the counts of the numerics monitor for a module, compiled or not, or for the models of a `train_step`.
 
     Synchronizes with the device. The newest step may still be running.
 
@@ -152,7 +152,7 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
         TypeError: If an argument has another type.
     """
     if not isinstance(slots, str):
-        raise TypeError(f"slots is {slots!r}: pass a name pattern, 'layers.3' or '*.grad_output' say")
+        raise TypeError(f"slots is {slots!r}: pass a name pattern, such as 'layers.3' or '*.grad_output'")
     if not isinstance(since, int):
         raise TypeError(f"since is {since!r}: pass the number of a step")
     module = state_of(model).module
@@ -191,24 +191,26 @@ def _rows(module: Any, state: InstanceState, monitor_buffer: MonitorBuffer, sinc
         if step < since:
             continue
         for i, (name, watched) in enumerate(zip(names, monitor_buffer.table.watched, strict=True)):
-            of = Numerics(*numbers[i])
-            if of.elements:  # else the tensor was not quantized in this step
+            numerics = Numerics(*numbers[i])
+            if numerics.elements:  # otherwise the tensor was not quantized in this step
                 # A backward goes through calls and matmuls from the last to the first.
                 order = (0, called, i) if i < monitor_buffer.table.n_forward else (1, -called, -i)
-                yield SlotStats(name, watched.role, watched.source, step, **_shares(of), order=order)
+                yield SlotStats(name, watched.role, watched.source, step, **_shares(numerics), order=order)
 
 
-def _shares(of: Numerics) -> dict[str, Any]:
+def _shares(numerics: Numerics) -> dict[str, Any]:
     return {
-        "amax": of.amax,
-        "scale": 1 / of.scale_inv if of.scale_inv else math.inf,
-        "underflow": of.underflowed / max(of.nonzero, 1),
-        "saturation": of.saturated / of.elements,
-        "sqnr": _sqnr(of),
-        "kurtosis": (of.elements - of.nonfinite) * of.fourth / of.square**2 if of.square else math.nan,
-        "nonfinite": round(of.nonfinite),
-        "elements": round(of.elements),
-        "requantized": round(of.requantized),
+        "amax": numerics.amax,
+        "scale": 1 / numerics.scale_inv if numerics.scale_inv else math.inf,
+        "underflow": numerics.underflowed / max(numerics.nonzero, 1),
+        "saturation": numerics.saturated / numerics.elements,
+        "sqnr": _sqnr(numerics),
+        "kurtosis": (numerics.elements - numerics.nonfinite) * numerics.fourth / numerics.square**2
+        if numerics.square
+        else math.nan,
+        "nonfinite": round(numerics.nonfinite),
+        "elements": round(numerics.elements),
+        "requantized": round(numerics.requantized),
     }
 
 

@@ -109,7 +109,7 @@ def missing(what: str) -> Callable[..., Any]:
     """Return a function that raises Missing: it replaces a value that could not be written as text."""
 
     def fail(*_: Any, **__: Any) -> Any:
-        raise Missing(f"this dump needs {what}, which can't be written down: put it in its place")
+        raise Missing(f"this dump needs {what}, which can't be written as source: write code that makes it here")
 
     return fail
 
@@ -131,24 +131,25 @@ def main(graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[
     """
     parser = argparse.ArgumentParser(description="Run a dumped graph on inputs made of a seed.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="run it here, and not on the device that it was compiled for")
+    parser.add_argument("--device", help="run on this device, not on the one that the graph was compiled for")
     parser.add_argument("--inputs", metavar="FILE.pt", help="what torch.save made of {name of an input: tensor}")
-    parser.add_argument("--against", metavar="OTHER.py", help="another dump, of which each number's distance is shown")
+    parser.add_argument("--against", metavar="OTHER.py", help="another dump: print how far each value is from its")
     options = parser.parse_args()
     _choose_device(options.device, [*inputs.values(), *attributes.values()])
     given = torch.load(options.inputs, weights_only=True) if options.inputs else {}
     if unknown := set(given) - set(inputs):
         raise SystemExit(f"--inputs has {sorted(unknown)}, and the graph takes {sorted(inputs)}")
     results = run(graph, {**inputs, **given}, attributes, options.seed)
-    others = None
+    other_results = None
     if options.against:
         other = runpy.run_path(options.against)  # not named "__main__": it does not run its `main`
-        others = run(other["GRAPH"], {**other["INPUTS"], **given}, other["ATTRIBUTES"], options.seed)
+        other_results = run(other["GRAPH"], {**other["INPUTS"], **given}, other["ATTRIBUTES"], options.seed)
     _print(f"{Path(file).name}: {len(inputs)} inputs of seed {options.seed}")
     width = max(map(len, results), default=0)
     for name, value in results.items():
         _print(
-            f"{name:{width}}  {summary(value)}" + ("" if others is None else f"  {distance(value, others.get(name))}")
+            f"{name:{width}}  {summary(value)}"
+            + ("" if other_results is None else f"  {distance(value, other_results.get(name))}")
         )
 
 
@@ -163,8 +164,8 @@ def _choose_device(name: str | None, values: Sequence[Any]) -> None:
     for wanted in sorted({v.device for v in values if isinstance(v, Random)}):
         if reason := _why_not(wanted):
             raise SystemExit(
-                f"this graph is of {wanted}, which is not here ({reason}). --device cpu runs it on the CPU, where sums "
-                "are added up in another order"
+                f"this graph was compiled for {wanted}, which is not here ({reason}). --device cpu runs it on the CPU, "
+                "where sums are added up in another order"
             )
 
 
@@ -193,13 +194,13 @@ def run(
         results = module(*(made[name] for name in inputs))
         outputs = [x for x in pytree.tree_leaves(results) if x is not None]
         _backward(outputs, seed)
-    found = {f"output {i}": x.detach() if isinstance(x, Tensor) else x for i, x in enumerate(outputs)}
+    by_name = {f"output {i}": x.detach() if isinstance(x, Tensor) else x for i, x in enumerate(outputs)}
     for name, x in made.items():
         if isinstance(x, Tensor) and x.grad is not None:
-            found[f"gradient of {name}"] = x.grad
+            by_name[f"gradient of {name}"] = x.grad
         if name in versions and x._version != versions[name]:
-            found[f"written into {name}"] = x.detach()
-    return found
+            by_name[f"written into {name}"] = x.detach()
+    return by_name
 
 
 def _backward(outputs: Sequence[Any], seed: int) -> None:

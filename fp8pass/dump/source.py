@@ -45,7 +45,7 @@ class Origins:
         self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
 
     def _learn_copies(self, weight: fx.Node, quantizer: Any, scales: fx.Node, first: fx.Node, *x_t: fx.Node) -> None:
-        if weight.op == "placeholder":  # else a concatenation of weights, which is not an input
+        if weight.op == "placeholder":  # otherwise a concatenation of weights, which is not an input
             names, place = (str(weight.target), str(scales.target)), quantizer.place_in_copy_scales
             self.copies[str(first.target)] = Quantized(*names, place, quantizer.dtype, is_turned(quantizer))
         self.copies.update({str(x.target): Transposed(str(first.target)) for x in x_t})

@@ -124,21 +124,21 @@ class Dump:
 
         part: "dynamo", "joint", "forward" or "backward".
         """
-        found = Step(module, examples)
-        before = self._text(part, found)
+        step = Step(module, examples)
+        before = self._text(part, step)
         started = time.perf_counter()
         try:
             with self.kept():
-                yield found
+                yield step
         except Exception as error:
             self._write_step(part, name, f"{name} failed: {first_line(error)}", before)
             raise
-        summary = f"applied {found.applied} times in {(time.perf_counter() - started) * 1e3:.1f} ms"
+        summary = f"applied {step.applied} times in {(time.perf_counter() - started) * 1e3:.1f} ms"
         log.debug("graph %d, %s: %s %s", self.number, part, name, summary)
-        after = self._text(part, found)
+        after = self._text(part, step)
         self._write_step(part, name, f"{name}: {summary}", before, after)
-        if found.applied or part == "dynamo":
-            self.trace(f"{part}.{name}", lambda: after or readable(found.module))
+        if step.applied or part == "dynamo":
+            self.trace(f"{part}.{name}", lambda: after or readable(step.module))
 
     def _in_body(self, part: str) -> str:
         return f"{self._body}.{part}" if self._body else part
@@ -232,7 +232,7 @@ class Dump:
 
 
 def _name_of(module: fx.GraphModule) -> str:
-    """Return a readable name of a graph: its root module's class, or else the file and function where it begins."""
+    """Return a readable name of a graph: its root module's class, otherwise the file and function where it begins."""
     for node in module.graph.nodes:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
             if path.endswith("]"):  # the root is "L['self']"; "L['self'].up" is a submodule
@@ -261,7 +261,7 @@ def _run_folder(folder: str, process: int) -> Path:
                 continue
             (run / "index.md").write_text(_run_head(process), encoding="utf-8")
             break
-    log.info("dumps go to %s; torch's caches of compiled graphs are not used, for a hit would skip the passes", run)
+    log.info("dumps go to %s; torch's caches of compiled graphs are not used, because a hit would skip the passes", run)
     return run
 
 

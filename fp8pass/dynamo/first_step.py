@@ -1,4 +1,4 @@
-"""Judge the first training step of what `torch.compile` returns: say if next to nothing runs in FP8, and why.
+"""Check the first training step of what `torch.compile` returns: say if next to nothing runs in FP8, and why.
 
 Dynamo calls no backend for functions that it skips, and what a backend declines is only in its report. So the first
 call that trains is watched. Layers of torch that it ran op by op are compiled one by one from the next call on, which
@@ -48,7 +48,7 @@ judged: list[tuple[str, Report]] = []
 
 
 class FirstStep:
-    """The calls of one function that `torch.compile` returned, until one that trains has been judged.
+    """The calls of one function that `torch.compile` returned, until one that trains has been checked.
 
     function: the user's. compiled: what it was compiled to. config: returns its options. compile_graph: the backend for
     modules that are compiled one by one.
@@ -73,7 +73,7 @@ class FirstStep:
     # Disabled, because code that Dynamo runs op by op may call it. Dynamo is on in what it calls.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, and judge the call if it is the first one that trains."""
+        """Call the function, and check the call if it is the first one that trains."""
         if are_judged():  # together with the function that calls this one
             self.is_judged = True
         with self._modules_compiled():
@@ -184,7 +184,7 @@ def tell() -> None:
         f"fp8pass: {len(report.rewritten)} of {len(wanted)} matmuls run in FP8 in the first training step of {where}"
         f"{ran}. Declined, by rule:"
         + "".join(_of_rule(rule, count, wanted) for rule, count in counts.most_common(MOST_RULES))
-        + "\nprint(fp8pass.explain(model, *inputs)) has all of them"
+        + "\nprint(fp8pass.explain(model, *inputs)) lists all of them"
     )
 
 

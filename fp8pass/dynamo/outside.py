@@ -183,7 +183,7 @@ class Outside(TorchDispatchMode):
     roots: modules whose parameters name the matmuls that run outside of any module.
     """
 
-    # torch raises NotImplementedError for a higher-order op, a checkpoint say, under a mode without this.
+    # torch raises NotImplementedError for a higher-order op, such as a checkpoint, under a mode without this.
     supports_higher_order_operators = True
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -284,7 +284,7 @@ class Outside(TorchDispatchMode):
         source = source_of(place.node) if place.node is not None else next(map(str, place.users_lines), "")
         m, k, n, batches = map(expression, (product.m, product.k, product.n, product.batches))
         a, b, out = map(short, product.dtypes)
-        found = _Found(
+        matmul = _Found(
             Gemm("output", name, m, k, n, (a, b, out), source, batches),
             product.dtypes,
             product.a.device,
@@ -296,9 +296,9 @@ class Outside(TorchDispatchMode):
             is_recurrent(func),
             self._custom_op.name if self._custom_op is not None else "",
         )
-        self._found.append(found)
+        self._found.append(matmul)
         if step is not None:
-            self._steps[step] = found
+            self._steps[step] = matmul
 
     def _need_gradients(self, product: Product, place: _CallStack) -> tuple[bool, bool]:
         """Return for each of the two factors whether the backward will compute its gradient."""
@@ -355,19 +355,21 @@ class Outside(TorchDispatchMode):
             config = config.at_step(config.recipe.phases[-1][0])
         return on_machine(config, next((f.device for f in self._found if f.device.type == "cuda"), None))
 
-    def _verdict(self, found: _Found, config: Config, reasons: _Reasons) -> Reject:
+    def _verdict(self, matmul: _Found, config: Config, reasons: _Reasons) -> Reject:
         try:
-            _check_wanted(found, config)
+            _check_wanted(matmul, config)
         except Reject as declined:
             return declined
-        if found.custom_op:
+        if matmul.custom_op:
             what = (
-                "multiplied within the custom op" if found.place.in_graph else "multiplied outside of any graph, within"
+                "multiplied within the custom op"
+                if matmul.place.in_graph
+                else "multiplied outside of any graph, within"
             )
-            return Reject("custom op", f"{what} {found.custom_op}, which no compiler looks into")
-        outside = "" if found.place.in_graph else f"outside of any graph: {reasons.of(found.place)}"
-        if found.is_recurrent:
-            what = f"in the kernel {found.op}" if found.in_kernel else "a time step of a recurrent layer"
+            return Reject("custom op", f"{what} {matmul.custom_op}, which no compiler looks into")
+        outside = "" if matmul.place.in_graph else f"outside of any graph: {reasons.of(matmul.place)}"
+        if matmul.is_recurrent:
+            what = f"in the kernel {matmul.op}" if matmul.in_kernel else "a time step of a recurrent layer"
             why = f"{what}, which has no form in FP8: a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell runs in FP8"
             return LeftOut("recurrent", f"{why}; {outside}" if outside else why)
         return Reject("outside", outside)
@@ -389,27 +391,27 @@ def _add(place: _CallStack, frame: FrameType) -> None:
     place.lines.append(_Line(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, disabled_by(frame)))
 
 
-def _check_wanted(found: _Found, config: Config) -> None:
+def _check_wanted(matmul: _Found, config: Config) -> None:
     """Raise Reject for a matmul that would stay in high precision even if it were compiled."""
-    gemm = found.gemm
+    gemm = matmul.gemm
     sizes = [x for x in (gemm.batches, gemm.M, gemm.K, gemm.N) if isinstance(x, int)]
-    if found.place.in_optimizer:
+    if matmul.place.in_optimizer:
         raise LeftOut("update", "in an optimizer's step: what an optimizer computes stays in high precision")
     if config.recipe is None:
         raise LeftOut("recipe", "the recipe is None: what you quantize yourself runs in FP8, and only in a graph")
-    if any(dtype not in HIGH_PRECISION for dtype in found.product_dtypes[:2]):
+    if any(dtype not in HIGH_PRECISION for dtype in matmul.product_dtypes[:2]):
         types = " and ".join(gemm.dtypes[:2])
         raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
     if len(sizes) < 4:
         return
     batches, m, k, n = sizes
     # Time steps run one after the other: the limit of a batch does not hold for their number.
-    one_by_one = found.is_recurrent or found.times > 1
+    one_by_one = matmul.is_recurrent or matmul.times > 1
     check_sizes(Sizes(1 if one_by_one else batches, m, k, n), MAX_BATCHES, "")
     recipe = recipe_of(gemm.name, config, m, k, n)
-    if (target := hardware.target_of(found.device, config.target)) is None:
+    if (target := hardware.target_of(matmul.device, config.target)) is None:
         return
-    gain = predicted_speedup(target, m, k, n, recipe, found.product_dtypes[2].itemsize, any(found.needs_gradients))
+    gain = predicted_speedup(target, m, k, n, recipe, matmul.product_dtypes[2].itemsize, any(matmul.needs_gradients))
     if gain is not None and gain < config.min_speedup:
         raise LeftOut(
             "min_speedup",
@@ -418,14 +420,14 @@ def _check_wanted(found: _Found, config: Config) -> None:
         )
 
 
-def _backward(found: _Found, gemm: Gemm) -> list[Gemm]:
+def _backward(matmul: _Found, gemm: Gemm) -> list[Gemm]:
     """Return the matmuls of its backward, as autograd computes them: transposed for a column-major factor."""
     m, k, n = gemm.M, gemm.K, gemm.N
     a, b, out = gemm.dtypes
-    of_a, of_b = found.by_columns
+    of_a, of_b = matmul.by_columns
     by_weight = ((n, m, k), (out, a, b)) if of_b else ((k, m, n), (a, out, b))  # grad.T @ a, or a.T @ grad
     by_input = ((k, n, m), (b, out, a)) if of_a else ((m, n, k), (out, b, a))  # b @ grad.T, or grad @ b.T
-    needs_a, needs_b = found.needs_gradients
+    needs_a, needs_b = matmul.needs_gradients
     backward: list[tuple[Kind, bool, Any]] = [("grad_weight", needs_b, by_weight), ("grad_input", needs_a, by_input)]
     return [
         replace(gemm, kind=kind, M=sizes[0], K=sizes[1], N=sizes[2], dtypes=dtypes)
@@ -505,7 +507,7 @@ def _storage(x: Tensor) -> int | None:
     return x.untyped_storage().data_ptr() or None  # 0 is the address of all empty storages
 
 
-_OWN_MODULES = ", and Dynamo begins none in torch's own modules, as Sequential: put them into a module of yours"
+_OWN_MODULES = ", and Dynamo starts no graph in torch's own modules, such as Sequential: call them in a module of yours"
 
 
 class _Reasons:
@@ -523,7 +525,7 @@ class _Reasons:
             if broken := self._break_at(line):
                 inside = "" if any(x.is_users for x in place.lines[: i + 1]) else _OWN_MODULES
                 return f"the graph breaks at {broken}{inside}"
-        return "Dynamo compiled none of the functions that led here, and does not say why"
+        return "Dynamo compiled none of the functions that called it, and does not say why"
 
     def _disabled(self, function: Any, why: str, around: Sequence[_Line]) -> str:
         """Return why a function runs without Dynamo; "" for a checkpoint whose caller's line has no graph break."""
@@ -582,11 +584,11 @@ def warn_of(gemms: list[Gemm], where: str, strict: bool) -> list[Gemm]:
     """
     if strict:
         raise_if_missed(gemms)
-    if found := missed(gemms):
-        names = list(dict.fromkeys(g.name for g in found))
+    if outside := missed(gemms):
+        names = list(dict.fromkeys(g.name for g in outside))
         more = ", ..." if len(names) > 3 else ""
         warn_once(
-            f"fp8pass: {len(found)} matmuls of {where} ran in high precision, outside of what is compiled "
-            f"({', '.join(names[:3])}{more}): {found[0].reason}. The step's `report` has all of them"
+            f"fp8pass: {len(outside)} matmuls of {where} ran in high precision, outside of what is compiled "
+            f"({', '.join(names[:3])}{more}): {outside[0].reason}. The step's `report` lists all of them"
         )
     return gemms

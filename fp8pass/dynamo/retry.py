@@ -51,17 +51,17 @@ def _begin() -> None:
 
 def _end(code: CodeType, result: Any) -> None:
     """Change Dynamo's result for a function that it could not compile, so that it skips only this call."""
-    known = context_of(code)
+    context = context_of(code)
     if result.guarded_code is not None:
         # `setdefault`, because a function may be compiled again after failed calls.
         if _has_graphs and not code.co_filename.startswith(_OPTIMIZERS):
-            known.setdefault(FAILED, 0)
+            context.setdefault(FAILED, 0)
         return
-    if FAILED not in known or not skips_for_good(result):
+    if FAILED not in context or not skips_for_good(result):
         return
-    known[FAILED] += 1
+    context[FAILED] += 1
     name = f"{code.co_name} ({location_of(code.co_filename, code.co_firstlineno)})"
-    if known[FAILED] < MAX_FAILED_CALLS:
+    if context[FAILED] < MAX_FAILED_CALLS:
         result.apply_to_code = False  # Dynamo then skips this call only, not the code object
         if why := _why(code):
             warn_once(

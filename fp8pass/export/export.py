@@ -25,7 +25,7 @@ from fp8pass.states.model_state import state
 
 log = logging.getLogger(__name__)
 
-PATTERNS = several("patterns of paths of layers, ['lm_head', 'layers.0.*'] say")
+PATTERNS = several("patterns of paths of layers, such as ['lm_head', 'layers.0.*']")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,12 @@ def export_fp8(
 def _tell(selection: Selection, strict: bool) -> None:
     """Log the layers that stay in high precision. Raises Fp8Error if none is left, or under `strict` for some."""
     for path, why in selection.kept.items():
-        log.log(logging.WARNING if path in selection.lost else logging.INFO, "%s is exported as it is: %s", path, why)
+        log.log(
+            logging.WARNING if path in selection.lost else logging.INFO,
+            "%s is exported in high precision: %s",
+            path,
+            why,
+        )
     reasons = [f"{path}: {selection.kept[path]}" for path in selection.lost]
     if strict and reasons:
         raise Fp8Error(
@@ -174,11 +179,11 @@ def _quantized(layer: Layer, by_id: Mapping[int, Tensor], scales: Scales) -> Fp8
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors, with copies of those that several names share, for files can't share them."""
     seen: set[int] = set()
-    found = {}
+    copies = {}
     for name, x in tensors.items():
-        found[name] = x.clone() if id(x) in seen else x
+        copies[name] = x.clone() if id(x) in seen else x
         seen.add(id(x))
-    return found
+    return copies
 
 
 def _write_configs(module: nn.Module, quantization: dict[str, Any], folder: Path) -> None:

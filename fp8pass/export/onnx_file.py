@@ -63,7 +63,7 @@ def export_onnx(
 
     Args:
         model: A module, compiled or not.
-        file: The path to write, "model.onnx" say.
+        file: The path to write, such as "model.onnx".
         args: Example inputs of the model.
         recipe: `StaticScaling(fp8pass.calibrate(model, batches))`. None: the one that the model was run with.
         leave_out: Patterns of paths of layers that stay in high precision.

@@ -80,27 +80,27 @@ def select(module: nn.Module, recipe: Any, leave_out: Sequence[str], heads: Sequ
         Fp8Error: If `recipe` is None and fp8pass has not seen the model run.
         ValueError: If a pattern matches no layer, or `recipe` is not valid.
     """
-    found, sharing = Selection(), _sharing(module)
+    selection, sharing = Selection(), _sharing(module)
     verdict_of = _verdicts(module, recipe)
     for path, layer in _matrices(module):
         if not _is_linear(layer):
-            found.kept[path] = f"it is a {type(layer).__name__}, and the formats have a place only for nn.Linear"
-            found.lost += [path] if not isinstance(layer, CONVOLUTIONS) or _is_matmul(layer) else []
+            selection.kept[path] = f"it is a {type(layer).__name__}, and the formats hold only nn.Linear"
+            selection.lost += [path] if not isinstance(layer, CONVOLUTIONS) or _is_matmul(layer) else []
             continue
         verdict = verdict_of(path, layer)
         if verdict is None or verdict.recipe is None:
-            found.kept[path] = "no graph has called it" if verdict is None else verdict.reason
+            selection.kept[path] = "no graph has called it" if verdict is None else verdict.reason
         elif any(matches(path, pattern) for pattern in leave_out):
-            found.kept[path] = "leave_out names it"
+            selection.kept[path] = "leave_out names it"
         elif reason := _why_not(layer, verdict.recipe, heads, sharing[id(layer.weight)]):
-            found.kept[path] = reason
-            found.lost.append(path)
+            selection.kept[path] = reason
+            selection.lost.append(path)
         else:
             weight: Any = layer.weight
             paths = (path, *(name for name, _ in sharing[id(weight)]))
-            found.layers[path] = Layer(weight, verdict.recipe, verdict.together or (weight,), paths)
-    _check_patterns(leave_out, [*found.layers, *found.kept])
-    return found
+            selection.layers[path] = Layer(weight, verdict.recipe, verdict.together or (weight,), paths)
+    _check_patterns(leave_out, [*selection.layers, *selection.kept])
+    return selection
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -193,11 +193,11 @@ def _why_not(
 
 def _sharing(module: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     """Return the modules that hold each parameter, with their paths, by the parameter's id."""
-    found: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
+    layers: dict[int, list[tuple[str, nn.Module]]] = defaultdict(list)
     for name, layer in module.named_modules():
         for parameter in layer.parameters(recurse=False):
-            found[id(parameter)].append((without_wrappers(name), layer))
-    return found
+            layers[id(parameter)].append((without_wrappers(name), layer))
+    return layers
 
 
 def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:

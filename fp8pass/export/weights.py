@@ -85,11 +85,11 @@ def quantized(paths: Sequence[str], weights: Sequence[Tensor], which: int, recip
     if not scale_inv.isfinite().all() or not x.isfinite().all():
         raise Fp8Error(f"the weight of {paths[0]} holds NaN or inf: export a checkpoint from before the run diverged")
     rows = [len(w) for w in weights]
-    mine = x_q.narrow(0, sum(rows[:which]), rows[which]).contiguous()
+    own_rows = x_q.narrow(0, sum(rows[:which]), rows[which]).contiguous()
     input_scale = None
     if isinstance(recipe, StaticScaling):
         input_scale = _static(recipe, f"{paths[0]}.input").reciprocal()
-    return Fp8Matrix(mine, scale_inv, input_scale)
+    return Fp8Matrix(own_rows, scale_inv, input_scale)
 
 
 def _parts(paths: Sequence[str], x: Tensor, recipe: Recipe, scales: Scales) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ class Ranks:
         return result
 
     def _broadcast(self, told: str | None) -> str | None:
-        """Return what the rank that writes has told, where ranks hold parts of the model; else None."""
+        """Return what the rank that writes has sent, if the model is sharded; otherwise None."""
         box = [told]
         if self._is_sharded:
             dist.broadcast_object_list(box, src=0)

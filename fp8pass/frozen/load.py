@@ -51,7 +51,7 @@ def load_frozen(model: Any, directory: str | Path) -> list[str]:
             frozen[layer] = weight
     unused = [name for name in tensors if name.rpartition(".")[2] in ("input_scale", "output_scale")]
     if unused:
-        log.info("load_frozen: %d scales of activations are not used, %s say", len(unused), unused[0])
+        log.info("load_frozen: %d scales of activations are not used, such as %s", len(unused), unused[0])
     rest = {name: x for name, x in tensors.items() if name not in unused}
     missing, unexpected = model.load_state_dict(rest, strict=False)
     _check_names(model, frozen, missing, unexpected)
@@ -95,20 +95,20 @@ def _taken(layer: str, name: str, tensors: dict[str, Tensor], model: nn.Module) 
     x_q, scale_inv = tensors.pop(f"{layer}.weight", None), tensors.pop(name).float()
     where = f"{layer}.weight"
     if x_q is None or x_q.dtype != E4M3:
-        found = "is missing" if x_q is None else f"is {x_q.dtype}"
-        raise Fp8Error(f"{where} {found}, and {name} is its scale: load_frozen reads weights in {E4M3}")
-    own = dict(model.named_parameters()).get(where)
-    if own is None or own.shape != x_q.shape:
-        found = "no such parameter" if own is None else f"a parameter {list(own.shape)}"
-        raise Fp8Error(f"{where} is {list(x_q.shape)} in the checkpoint, and the model has {found}")
+        what = "is missing" if x_q is None else f"is {x_q.dtype}"
+        raise Fp8Error(f"{where} {what}, and {name} is its scale: load_frozen reads weights in {E4M3}")
+    parameter = dict(model.named_parameters()).get(where)
+    if parameter is None or parameter.shape != x_q.shape:
+        what = "no such parameter" if parameter is None else f"a parameter {list(parameter.shape)}"
+        raise Fp8Error(f"{where} is {list(x_q.shape)} in the checkpoint, and the model has {what}")
     scale_inv, whole = _normal(scale_inv, x_q, name)
     if not whole:
         log.info("load_frozen: %s %s has incomplete blocks of %d, and is dequantized", where, list(x_q.shape), BLOCK)
         spread = scale_inv.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        tensors[where] = (x_q.float() * spread[: x_q.shape[0], : x_q.shape[1]]).to(own.dtype)
+        tensors[where] = (x_q.float() * spread[: x_q.shape[0], : x_q.shape[1]]).to(parameter.dtype)
         return None
-    device = own.device if not own.is_meta else x_q.device
-    return FrozenWeight(x_q.to(device), scale_inv.to(device), own.dtype)
+    device = parameter.device if not parameter.is_meta else x_q.device
+    return FrozenWeight(x_q.to(device), scale_inv.to(device), parameter.dtype)
 
 
 def _normal(scale_inv: Tensor, x_q: Tensor, name: str) -> tuple[Tensor, bool]:

@@ -53,7 +53,7 @@ def freeze(
     filter = FILTER.take("filter", filter)  # noqa: A001
     if not callable(filter):
         check_models(Config(filter=filter), [model], {}, type(model).__name__)
-    found, frozen, kept = [], dict[Tensor, nn.Parameter](), dict[str, str]()
+    layers, frozen, kept = [], dict[Tensor, nn.Parameter](), dict[str, str]()
     for name, module in _linear_layers(model):
         takes = filter(name) if callable(filter) else not any(matches(name, pattern) for pattern in filter)
         if not takes or (why := _why_not(_holders(model, module.weight), module.weight, scales)):
@@ -64,16 +64,16 @@ def freeze(
         if module.weight not in frozen:
             frozen[module.weight] = parameter(FrozenWeight.of(module.weight, scales))
         module.weight = frozen[module.weight]
-        found.append(name)
-    if not found and kept:
+        layers.append(name)
+    if not layers and kept:
         name, why = next(iter(kept.items()))
         raise ValueError(f"freeze: {len(kept)} layers can't be frozen in FP8; the weight of {name!r}: {why}")
-    if not found:
+    if not layers:
         raise ValueError(
             "freeze: no linear layer has a weight that requires no gradient: call model.requires_grad_(False) before "
             "you add adapters"
         )
-    return found
+    return layers
 
 
 def unfreeze(model: Any) -> list[str]:
@@ -90,15 +90,15 @@ def unfreeze(model: Any) -> list[str]:
     Raises:
         TypeError: If `model` is not a module.
     """
-    found, plain = [], dict[Tensor, nn.Parameter]()
+    layers, plain = [], dict[Tensor, nn.Parameter]()
     for name, module in module_of(model, "unfreeze").named_modules():
         for key, weight in list(module.named_parameters(recurse=False)):
             if isinstance(weight, FrozenWeight):
                 if weight not in plain:
                     plain[weight] = nn.Parameter(weight.dequantized(), requires_grad=False)
                 setattr(module, key, plain[weight])
-                found.append(name)
-    return found
+                layers.append(name)
+    return layers
 
 
 def module_of(model: Any, function: str) -> nn.Module:
@@ -129,7 +129,7 @@ def _why_not(holders: Iterable[nn.Module], weight: Tensor, scales: Scales) -> st
     return ""
 
 
-def freeze_parameters(found: Mapping[Tensor, Scales]) -> list[str]:
+def freeze_parameters(scales_of: Mapping[Tensor, Scales]) -> list[str]:
     """Replace parameters by FP8 weights in all modules that hold them; return what these are, for messages.
 
     Parameters that not only linear layers hold, or that can't be kept in FP8, stay as they are.
@@ -137,7 +137,7 @@ def freeze_parameters(found: Mapping[Tensor, Scales]) -> list[str]:
     # the type, since a weak proxy answers for its object, and raises an error once that is gone
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     done = []
-    for weight, scales in found.items():
+    for weight, scales in scales_of.items():
         holders = [m for m in modules if _holds(m, weight)]
         if not holders or _why_not(holders, weight, scales):
             continue

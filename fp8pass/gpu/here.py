@@ -93,13 +93,13 @@ def _own(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
 
 
 def _of_file(path: str, base: Target) -> Target:
-    found = machine_file.load_machine(path)
-    if found.capability != base.capability:
+    target = machine_file.load_machine(path)
+    if target.capability != base.capability:
         raise ValueError(
-            f"machine={path!r} is of {found.name}, {found.sm}, and this GPU is {base.name}, {base.sm}: write its file "
-            "with `fp8pass machine`"
+            f"machine={path!r} describes a {target.name}, {target.sm}, and this GPU is {base.name}, {base.sm}: write "
+            "its file with `fp8pass machine`"
         )
-    return found
+    return target
 
 
 def known(device: torch.device) -> Known:
@@ -117,11 +117,11 @@ def _index(device: torch.device) -> int:
 
 def measure(device: torch.device) -> Speeds | None:
     """Return the speeds of a GPU, measured now or kept since; None with a warning where that fails."""
-    of = known(device)
-    if of.speeds is None:
-        found = _once(device, "speeds", lambda: asdict(speeds.measure(device, SECONDS)), of)
-        of.speeds = None if found is None else Speeds(**found)
-    return of.speeds
+    known_gpu = known(device)
+    if known_gpu.speeds is None:
+        found = _once(device, "speeds", lambda: asdict(speeds.measure(device, SECONDS)), known_gpu)
+        known_gpu.speeds = None if found is None else Speeds(**found)
+    return known_gpu.speeds
 
 
 def _once(device: torch.device, what: str, find_out: Any, of: Known) -> Any:
@@ -130,25 +130,25 @@ def _once(device: torch.device, what: str, find_out: Any, of: Known) -> Any:
     Returns None, with a warning, where that fails.
     """
     file = kept.file_of(torch.cuda.get_device_properties(device))
-    if what in (found := kept.read(file)):
-        return found[what]
+    if what in (answers := kept.read(file)):
+        return answers[what]
     with kept.alone(file, _WAITS) as mine:
-        if what in (found := kept.read(file)):  # another process was first
-            return found[what]
+        if what in (answers := kept.read(file)):  # another process was first
+            return answers[what]
         if not mine:
             return _stand_in(of, what, f"another process did not end in {_WAITS:.0f} s")
         try:
             answer = find_out()
         except (RuntimeError, OSError) as error:  # torch's errors, out of memory among them; no child can start
             return _stand_in(of, what, first_line(error))
-        kept.write(file, {**found, what: answer, "date": datetime.date.today().isoformat()})
+        kept.write(file, {**answers, what: answer, "date": datetime.date.today().isoformat()})
     return answer
 
 
 def written(device: torch.device, seconds: float) -> Target:
     """Measure a GPU for longer, and without rounding; try its kernels: the target for the file of this machine.
 
-    Raises RuntimeError where the GPU can't be measured: out of memory, say.
+    Raises RuntimeError where the GPU can't be measured, for example for lack of memory.
     """
     of = torch.cuda.get_device_properties(device)
     base = replace(
@@ -159,7 +159,7 @@ def written(device: torch.device, seconds: float) -> Target:
 
 
 def _stand_in(of: Known, what: str, why: str) -> None:
-    of.notes.append(f"{what}: {why}; published figures stand in")
+    of.notes.append(f"{what}: {why}; published figures are used")
     warn_once(f"fp8pass: {of.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
 
 
@@ -179,13 +179,13 @@ def with_kernels(target: Target, kinds: Iterable[str], device: torch.device) -> 
 
 def try_kinds(device: torch.device, kinds: Sequence[str]) -> list[Tried]:
     """Return the answers of trials of these kinds of scales, made now or kept since; [] of those that failed."""
-    of, end = known(device), time.monotonic() + tried.SECONDS
+    known_gpu, end = known(device), time.monotonic() + tried.SECONDS
     for kind in kinds:
-        if any(t.kind == kind for t in of.tried):
+        if any(t.kind == kind for t in known_gpu.tried):
             continue
-        answers = _once(device, kind, functools.partial(_answers, kind, device, end), of)
-        of.tried += [Tried(*answer) for answer in answers or ()]
-    return of.tried
+        answers = _once(device, kind, functools.partial(_answers, kind, device, end), known_gpu)
+        known_gpu.tried += [Tried(*answer) for answer in answers or ()]
+    return known_gpu.tried
 
 
 def _answers(kind: str, device: torch.device, end: float) -> list[list[Any]]:
@@ -223,14 +223,14 @@ def _agreed(own: Target, ranks: Sequence[int], question: str) -> Target:
             f"fp8pass: the store of torch.distributed fails, so each rank decides by its own GPU: {first_line(error)}"
         )
         return own
-    theirs = machine_file.from_json(text, "another rank's target")
-    if theirs.capability == own.capability:
-        return theirs
+    chosen = machine_file.from_json(text, "another rank's target")
+    if chosen.capability == own.capability:
+        return chosen
     warn_once(
-        f"fp8pass: a rank has a {theirs.name}, {theirs.sm}, and this one a {own.name}, {own.sm}: by the speeds of the "
-        "first it is decided for all of them what runs in FP8, and each rank uses the kernels that it has"
+        f"fp8pass: a rank has a {chosen.name}, {chosen.sm}, and this one a {own.name}, {own.sm}: the speeds of the "
+        "first decide for all ranks what runs in FP8, and each rank uses the kernels that it has"
     )
-    return replace(theirs, **{name: getattr(own, name) for name in ("capability", *kernels.KINDS)})
+    return replace(chosen, **{name: getattr(own, name) for name in ("capability", *kernels.KINDS)})
 
 
 def in_use(device: torch.device) -> Target | None:
@@ -242,11 +242,11 @@ def load(target: Target) -> None:
     """Use the target of a saved state for all that is compiled from now on, on GPUs of its compute capability."""
     global _loaded
     _loaded = target
-    for of in _known.values():
-        if of.used is not None and of.used != target and of.used.capability == target.capability:
+    for known_gpu in _known.values():
+        if known_gpu.used is not None and known_gpu.used != target and known_gpu.used.capability == target.capability:
             log.warning(
                 "the loaded FP8 state was saved by a run that decided for %s, and this process has already compiled "
                 "for %s, so other matmuls may be in FP8: load the state before the first call",
-                machine_file.to_json(target), machine_file.to_json(of.used),
+                machine_file.to_json(target), machine_file.to_json(known_gpu.used),
             )  # fmt: skip
     _targets.clear()

@@ -35,11 +35,11 @@ def read(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write(file: Path, found: dict[str, Any]) -> None:
+def write(file: Path, answers: dict[str, Any]) -> None:
     """Write a file at once: another process reads it whole, or not at all. Without a folder to write, does nothing."""
     own = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        own.write_text(json.dumps(found, indent=1))
+        own.write_text(json.dumps(answers, indent=1))
         own.replace(file)
 
 

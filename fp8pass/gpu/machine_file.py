@@ -63,8 +63,8 @@ def _is_capability(value: Any) -> bool:
 _Check = tuple[str, Callable[[Any], bool]]
 
 
-def _check_of(name: str, default: Any, of: str) -> _Check:
-    """Return the check of a field of `Target`. of: its type, as written."""
+def _check_of(name: str, default: Any, type_name: str) -> _Check:
+    """Return the check of a field of `Target`. type_name: its type, as written."""
     if name == "name":
         return "text", lambda value: isinstance(value, str)
     if name == "capability":
@@ -72,9 +72,9 @@ def _check_of(name: str, default: Any, of: str) -> _Check:
     wanted: _Check = ("a finite number above 0", _is_number)
     if name.endswith("_share"):
         wanted = ("a number above 0, and at most 1", _is_share)
-    elif "bool" in of:
+    elif "bool" in type_name:
         wanted = ("true or false", lambda value: isinstance(value, bool))
-    elif "int" in of:
+    elif "int" in type_name:
         wanted = ("a whole number above 0", lambda value: _is_number(value) and isinstance(value, int))
     if default is not None:
         return wanted

@@ -37,7 +37,7 @@ Timer = Callable[[Callable[[], object], float], float]
 def measure(device: torch.device, seconds: float, timer: Timer | None = None) -> Speeds:
     """Time the three on a GPU, for so many seconds in all. Takes 0.6 GB of its memory, for as long.
 
-    Raises RuntimeError where the GPU can't: out of memory, say.
+    Raises RuntimeError where the GPU can't, for example for lack of memory.
     """
     timer = timer or _on_gpu(device)
     operations, part = 2 * SIDE**3, seconds / 3
@@ -91,7 +91,7 @@ def expected(target: Target) -> Speeds:
     return Speeds(bf16, fp8, target.copy_rate)
 
 
-def with_speeds(target: Target, found: Speeds, rounded: bool = True) -> Target:
+def with_speeds(target: Target, speeds: Speeds, rounded: bool = True) -> Target:
     """Return a target whose peaks and bandwidth are changed as much as what was measured differs, in whole steps.
 
     A GPU as published keeps its figures exactly; shares of peaks stay as they are. rounded: False for no steps.
@@ -103,5 +103,5 @@ def with_speeds(target: Target, found: Speeds, rounded: bool = True) -> Target:
         return float(STEP ** (round(exactly) if rounded else exactly))
 
     return target.times(
-        bf16=times(found.bf16, usual.bf16), fp8=times(found.fp8, usual.fp8), bandwidth=times(found.copy, usual.copy)
+        bf16=times(speeds.bf16, usual.bf16), fp8=times(speeds.fp8, usual.fp8), bandwidth=times(speeds.copy, usual.copy)
     )

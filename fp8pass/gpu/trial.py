@@ -153,12 +153,12 @@ def run(case: Case, device: torch.device) -> str:
     return _compared(result.float().double().cpu(), exact, torch.finfo(case.out))
 
 
-def _compared(got: Tensor, exact: Tensor, of: torch.finfo) -> str:
+def _compared(got: Tensor, exact: Tensor, limits: torch.finfo) -> str:
     """Return what is wrong with a result, beyond the rounding of its dtype; "" if nothing."""
-    wanted = exact.clamp(of.min, of.max)
+    wanted = exact.clamp(limits.min, limits.max)
     error = (got - wanted).abs()
     # NaN is larger than any bound; of.eps is twice the largest relative error of rounding to nearest
-    wrong = ~(error <= wanted.abs() * of.eps)
+    wrong = ~(error <= wanted.abs() * limits.eps)
     if not wrong.any():
         return ""
     i = int(wrong.flatten().nonzero()[0])

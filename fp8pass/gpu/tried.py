@@ -22,7 +22,7 @@ STARTS = 30.0
 
 @dataclass(frozen=True)
 class Tried:
-    """One case of a trial. result: "" where it is right, else what is wrong. needed: fp8pass emits such matmuls."""
+    """One case of a trial. result: "" if it is right, otherwise what is wrong. needed: fp8pass emits such matmuls."""
 
     kind: str
     case: str
@@ -35,18 +35,18 @@ def try_kinds(kinds: Sequence[str], device: str, seconds: float = SECONDS, scrip
 
     A child that dies, or hangs, tells by its last line what it tried; another one tries the kinds after that.
     """
-    end, found, left = time.monotonic() + seconds, list[Tried](), list(kinds)
+    end, results, left = time.monotonic() + seconds, list[Tried](), list(kinds)
     while left and time.monotonic() < end:
         answers, began = _child(left, device, end - time.monotonic(), script or trial.__file__)
         if not began:
             raise RuntimeError(answers[0].result if answers else "the child process ended before it began")
-        found += answers
+        results += answers
         left = left[left.index(answers[-1].kind) + 1 :] if answers else []
-    return found + [Tried(kind, "all", True, f"{trial.NOT_TRIED}: no time was left") for kind in left]
+    return results + [Tried(kind, "all", True, f"{trial.NOT_TRIED}: no time was left") for kind in left]
 
 
 def _child(kinds: Sequence[str], device: str, seconds: float, script: str) -> tuple[list[Tried], bool]:
-    """Run one child; return its answers, and whether it began: else the only answer is why not."""
+    """Run one child; return its answers, and whether it began; if not, the only answer is why."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "answers.jsonl"
         command = [sys.executable or "python", script, device, str(file), *kinds]
@@ -79,11 +79,11 @@ def _run(command: Sequence[str], answers: Path, seconds: float, errors: IO[str])
 
 def _answers(lines: Sequence[Sequence[Any]], ended: str) -> list[Tried]:
     """Return the answers of a child's lines: one with a result for each case, but for the case in which it ended."""
-    found = [Tried(*line) for line in lines if len(line) == 4]
+    results = [Tried(*line) for line in lines if len(line) == 4]
     if ended and lines and len(lines[-1]) == 3:
         kind, case, needed = lines[-1]
-        found.append(Tried(kind, case, needed, ended))
-    return found
+        results.append(Tried(kind, case, needed, ended))
+    return results
 
 
 def works(kind: str, found: Sequence[Tried]) -> bool | None:

@@ -1,6 +1,6 @@
 """Train with Hugging Face Accelerate: `Accelerator(dynamo_plugin=Fp8Plugin(options={"recipe": "rowwise"}))`.
 
-Importing this module lets Accelerate take "fp8pass" as the name of a backend, in ACCELERATE_DYNAMO_BACKEND say.
+Importing this module lets Accelerate take "fp8pass" as the name of a backend, for example in ACCELERATE_DYNAMO_BACKEND.
 """
 
 from __future__ import annotations

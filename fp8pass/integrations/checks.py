@@ -20,7 +20,7 @@ def importing(package: str, tested: str) -> Iterator[None]:
 
     Args:
         package: Name of the framework.
-        tested: The version that was tested, "5.24" say.
+        tested: The version that was tested, such as "5.24".
 
     Raises:
         ImportError: If an import in this context fails.
@@ -29,12 +29,12 @@ def importing(package: str, tested: str) -> Iterator[None]:
         yield
     except ImportError as error:
         try:
-            found = f"{version(package)} is installed"
+            installed = f"{version(package)} is installed"
         except PackageNotFoundError:
-            found = "none is installed"
+            installed = "none is installed"
         raise ImportError(
             f"fp8pass.integrations.{package} can't be imported: {error}. It was tested with {package} {tested}, and "
-            f'{found}: pip install "{package}=={tested}.*"'
+            f'{installed}: pip install "{package}=={tested}.*"'
         ) from error
 
 
@@ -54,6 +54,6 @@ def check_autocast(model: nn.Module, dtype: torch.dtype | None, flag: str) -> No
     if other is not None and dtype is not None and names:
         raise Fp8Error(
             f"{flag} computes in {HALVES[dtype]}, and {len(names)} parameters are {HALVES[other]}, {names[0]} first: "
-            f"numbers of one type do not fit the other. Load the model in float32, or drop {flag} and train in "
+            f"values of one dtype do not fit the other. Load the model in float32, or drop {flag} and train in "
             f"{HALVES[other]}"
         )

@@ -37,18 +37,18 @@ class Figures:
         the monitor is on: the largest shares of a tensor's elements in the latest step watched. fp8_kurtosis: the
         largest kurtosis of an activation there.
         """
-        found = self._share()
+        share = self._share()
         if is_watched(self._model) and (watched := stats(self._model).latest):
-            found["fp8_saturation"] = max(row.saturation for row in watched)
-            found["fp8_underflow"] = max(row.underflow for row in watched)
+            share["fp8_saturation"] = max(row.saturation for row in watched)
+            share["fp8_underflow"] = max(row.underflow for row in watched)
             of_activations = [row.kurtosis for row in watched if row.role == "input" and not math.isnan(row.kurtosis)]
             if of_activations:
-                found["fp8_kurtosis"] = max(of_activations)
-        return found
+                share["fp8_kurtosis"] = max(of_activations)
+        return share
 
     def _share(self) -> dict[str, float]:
         timings = self.report.timings
-        cached = sum(not timing.passes for timing in timings)  # the passes run only where a graph is compiled anew
+        cached = sum(not timing.passes for timing in timings)  # the passes run only where a graph is compiled again
         if cached:
             warn_once(
                 f"fp8pass: logs have no fp8_share, as torch's caches had {cached} of {len(timings)} graphs, without "

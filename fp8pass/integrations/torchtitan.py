@@ -39,17 +39,18 @@ KEY = "fp8"
 """The key of the state in torchtitan's checkpoints."""
 
 
-def _option(of: Field[Any]) -> tuple[str, Any, Any]:
+def _option(config_field: Field[Any]) -> tuple[str, Any, Any]:
     """Return name, type and default of an option: its text on the command line is that of its FP8PASS_ variable."""
-    rule = of.metadata[RULE]
+    rule = config_field.metadata[RULE]
     text = PrimitiveConstructorSpec(
         nargs=1,
         metavar="TEXT",
-        instance_from_str=lambda texts: rule.parsed(of.name, texts[0]),
+        instance_from_str=lambda texts: rule.parsed(config_field.name, texts[0]),
         is_instance=lambda _: True,  # a config may hold any value, a recipe object say
         str_from_instance=lambda value: [str(value)],
     )
-    return of.name, Annotated[Any, text], field(default_factory=lambda: getattr(make_config(), of.name))
+    name = config_field.name
+    return name, Annotated[Any, text], field(default_factory=lambda: getattr(make_config(), name))
 
 
 _OPTIONS = [of for of in fields(Config) if of.metadata[RULE].parse is not None]
@@ -112,7 +113,7 @@ def in_fp8(config: Trainer.Config, **options: Any) -> Fp8Trainer.Config:
     """Return a config of torchtitan's Trainer as one that trains in FP8.
 
     Args:
-        config: What a function of a config_registry returns, `llama3_8b()` say.
+        config: What a function of a config_registry returns, such as `llama3_8b()`.
         options: Fields of `fp8pass.Config`. `--fp8.<field>` on the command line overrides them.
 
     Raises:
@@ -161,7 +162,7 @@ def _check_state(config: Fp8Trainer.Config) -> None:
     if not config.training.disable_cuda_graphs and (options.monitor or _has_state(options)):
         raise Fp8Error(
             "torchtitan records forward and backward as a CUDA graph, which replays one step of delayed scaling and of "
-            "the monitor: set --training.disable_cuda_graphs, or take a recipe without state, --fp8.recipe dynamic say"
+            "the monitor: set --training.disable_cuda_graphs, or a recipe without state, such as --fp8.recipe dynamic"
         )
     if saves.enable and _has_state(options) and not isinstance(saves, CheckpointManager.Config):
         raise Fp8Error(
@@ -242,12 +243,12 @@ class _State(Stateful):
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load into each part what belongs to its layers. Raises Fp8Error if it does not fit them."""
         self._expected = {}
-        for of in self._of_parts:
-            assert of.module is not None  # the trainer holds it
-            names = names_of(of.module)
-            mine = {
+        for part in self._of_parts:
+            assert part.module is not None  # the trainer holds it
+            names = names_of(part.module)
+            of_part = {
                 name: x
                 for name, x in state_dict.items()
                 if name in (STEPS, RECIPE) or has_layers_of(name.rpartition(".")[0], names)
             }
-            of.load_state_dict(mine)
+            part.load_state_dict(of_part)

@@ -166,7 +166,7 @@ class Config(Checked):
     weight, by the options of Adam or SGD; it never saturates. Only in `fp8pass.train_step`."""
     max_grad: float | None = field(default=None, metadata=(ratio(0, "a number above 0, or None") | None).field)
     """With `weight_amax="predicted"` and SGD: the most that an element of a gradient can be when the optimizer reads
-    it, the `max_norm` of `clip_grad_norm_` say. Adam's step does not depend on it."""
+    it, such as the `max_norm` of `clip_grad_norm_`. Adam's step does not depend on it."""
     save_fp8: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
     """Save what the backward of elementwise ops and norms reads in FP8, 1 byte per element: True, or name patterns of
     modules (`layers.3.*`, `*.gate`) that compute or normalize it. Gradients are then those at the quantized tensors."""
@@ -205,7 +205,7 @@ class Config(Checked):
     """Warn once of each activation whose kurtosis exceeds this, when the monitor's numbers are read. None: never."""
     reduce_amax: bool = field(default=True, metadata=FLAG.field)
     """With torch.distributed: one all-reduce per step gives delayed scaling the same scales on all ranks. Every rank of
-    the group must train the same model with the same options, else all raise `Fp8Error` in the first step."""
+    the group must train the same model with the same options; otherwise all raise `Fp8Error` in the first step."""
     reduce_amax_interval: int = field(default=1, metadata=STEPS.field)
     """Reduce in one of this many steps, including the amaxes of the steps between; until then scales may differ."""
     amax_group: ProcessGroup | DeviceMesh | None = field(default=None, metadata=GROUP.field)
@@ -222,7 +222,7 @@ class Config(Checked):
     machine: str = field(default="measured", metadata=MACHINE.field)
     """Where the figures of the GPU come from that the tensors are on. "measured": from three kernels, timed once for
     half a second and kept in Inductor's cache folder, and from trials where tables do not know which FP8 matmuls it
-    has. "published": from tables alone. Else the path of a file that `fp8pass machine` wrote."""
+    has. "published": from tables alone. Otherwise the path of a file that `fp8pass machine` wrote."""
     mode: str | None = field(default=None, metadata=(names(*list_mode_options()) | None).field)
     """One of Inductor's modes, as in `torch.compile(mode=...)`."""
     lowering: str = field(default="inductor", metadata=names(*LOWERINGS).field)
@@ -283,7 +283,7 @@ class Config(Checked):
         """Return whether `monitor` selects the tensor of this slot.
 
         Args:
-            slot: Name of the slot, `layers.3.up.input` say.
+            slot: Name of the slot, such as `layers.3.up.input`.
         """
         return _selects(self.monitor, slot)
 
@@ -291,7 +291,7 @@ class Config(Checked):
         """Return whether `save_fp8` selects the tensor with this name.
 
         Args:
-            name: Path of the module that computes or normalizes it, `layers.3.gate` say.
+            name: Path of the module that computes or normalizes it, such as `layers.3.gate`.
         """
         return _selects(self.save_fp8, name)
 
@@ -299,7 +299,7 @@ class Config(Checked):
         """Return whether `smooth_swiglu` selects the linear layer with this name.
 
         Args:
-            name: Path of the layer that reads a gated activation, `layers.3.down_proj` say.
+            name: Path of the layer that reads a gated activation, such as `layers.3.down_proj`.
         """
         return _selects(self.smooth_swiglu, name)
 
@@ -328,7 +328,7 @@ class Config(Checked):
             return self.filter(*matmul)
         except Exception as error:
             what = f"{type(error).__name__}: {first_line(error)}"
-            raise Fp8Error(f"filter({', '.join(map(repr, matmul))}) raised {what}. Mend the function") from error
+            raise Fp8Error(f"filter({', '.join(map(repr, matmul))}) raised {what}. Fix the function") from error
 
     def recipe_of(self, fqn: str) -> tuple[Recipe | None, str]:
         """Return the recipe of the matmul with this name. Not for schedules: see `at_step`.
@@ -400,7 +400,7 @@ def make_config(
     defaults: values that replace the fields' defaults. Raises ValueError for an unknown option or an invalid value.
     """
     if not isinstance(options, Mapping | None):
-        raise wrong("options", options, "a dict of fields of fp8pass.Config, {'recipe': 'delayed'} say")
+        raise wrong("options", options, "a dict of fields of fp8pass.Config, such as {'recipe': 'delayed'}")
     options = dict(options or {})
     if mode is not None:
         options.setdefault("mode", mode)
@@ -418,11 +418,11 @@ def _from_environment() -> dict[str, Any]:
     """Return options from FP8PASS_* variables. Empty variables count as unset; unknown ones give a warning."""
     values: dict[str, Any] = {}
     for variable in sorted(v for v in os.environ if v.startswith("FP8PASS_") and not v.startswith(_OF_TESTS)):
-        text, of = os.environ[variable], _VARIABLES.get(variable)
-        if of is None:
+        text, variable_field = os.environ[variable], _VARIABLES.get(variable)
+        if variable_field is None:
             # a higher cutoff than the default, because all of these names begin alike
             near = nearest(variable, _VARIABLES, cutoff=0.75) or f"; there are {', '.join(_VARIABLES)}"
             warn_once(f"fp8pass: the environment variable {variable} is unknown, and ignored{near}")
         elif text:
-            values[of.name] = of.metadata[RULE].parsed(variable, text)
+            values[variable_field.name] = variable_field.metadata[RULE].parsed(variable, text)
     return values

@@ -68,18 +68,18 @@ class Pattern:
         stem, _, last = self.text.rpartition(".")
         return stem if stem and _NUMBER.sub("", last) in ROLES else self.text
 
-    def why(self, names: Set[str], of: str) -> str:
-        """Return the message for a pattern that no name reaches. of: the owner of the names, for the message."""
+    def why(self, names: Set[str], owner: str) -> str:
+        """Return the message for a pattern that no name reaches. owner: of the names, for the message."""
         if hidden := [name for name in sorted(names) if self.matches(name)]:
             first = next(text for text in self.earlier if matches(hidden[0], text))
             return (
-                f"{self.option}: {self.text!r} is never reached in {of}, for {first!r}, which comes before it, matches "
-                f"{hidden[0]!r}, too: write {self.text!r} first"
+                f"{self.option}: {self.text!r} has no effect in {owner}, because {first!r} comes before it and matches "
+                f"{hidden[0]!r} too: write {self.text!r} first"
             )
         nothing = "belongs to" if self.option == STATIC else "matches"
         slots = {f"*.{role}" for role in ROLES} if self.option == MONITOR else set()
         near = nearest(self.stem, sorted(_like(names) | slots), n=3)
-        return f"{self.option}: {self.text!r} {nothing} no module or matmul of {of}{near}"
+        return f"{self.option}: {self.text!r} {nothing} no module or matmul of {owner}{near}"
 
 
 def patterns_of(config: Config) -> Iterator[Pattern]:
@@ -121,24 +121,24 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
     missing = [pattern for pattern in patterns if not pattern.is_in(here)]
     if not modules or not missing:
         return
-    own = modules[0][1] if len(modules) == 1 else dict(modules).get("self")
-    holders = _holders(own) if own is not None else []
+    root_module = modules[0][1] if len(modules) == 1 else dict(modules).get("self")
+    holders = _holders(root_module) if root_module is not None else []
     other = {name for prefix, m in modules for place in ("", prefix) for name in _named(place, m)}
-    if own is not None:
-        other.update(name for holder in holders for name in _of_parts_like(own, holder))
+    if root_module is not None:
+        other.update(name for holder in holders for name in _of_parts_like(root_module, holder))
     everything = here.union(other, *map(names_of, holders))
     if not judged:
         is_whole = isinstance(scope.get("self"), nn.Module) and pipeline_call() is None
-        of = type(unwrapped((own, *holders)[-1])).__name__ if is_whole else "what is compiled"
-        _tell(missing, everything, of, _refuse if is_whole else _warn)
+        owner = type(unwrapped((root_module, *holders)[-1])).__name__ if is_whole else "what is compiled"
+        _tell(missing, everything, owner, _refuse if is_whole else _warn)
     for pattern in missing:
         if pattern.option != STATIC and pattern.is_in(other):
             modules_of_it = (name for name in here if name.rpartition(".")[2] not in MATMULS)
             like = sorted(modules_of_it, key=lambda name: (len(name), name))[:3]
-            of = type(own).__name__ if own is not None else " and ".join(sorted(roots))
+            owner = type(root_module).__name__ if root_module is not None else " and ".join(sorted(roots))
             warn_once(
-                f"fp8pass: {pattern.option}: {pattern.text!r} has no effect in a graph of {of}, where names are like "
-                f"{', '.join(map(repr, like))}"
+                f"fp8pass: {pattern.option}: {pattern.text!r} has no effect in a graph of {owner}, where names are "
+                f"like {', '.join(map(repr, like))}"
             )
 
 
@@ -187,7 +187,7 @@ def _refuse(what: str) -> None:
 
 
 def _warn(what: str) -> None:
-    warn_once(f"fp8pass: {what}; there may be more than is seen from here")
+    warn_once(f"fp8pass: {what}; there may be more modules than fp8pass can see here")
 
 
 def _holders(module: nn.Module) -> list[nn.Module]:

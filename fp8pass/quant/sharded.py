@@ -53,7 +53,7 @@ def groups_of(x: Tensor) -> tuple[str, ...]:
 
 
 def with_part(x: Tensor, part: Tensor) -> Tensor:
-    """Return a tensor that is divided as `x` is, of which this rank has `part`; `part` itself if `x` is plain."""
+    """Return a tensor sharded as `x` is, with `part` as this rank's shard; `part` itself if `x` is plain."""
     if not isinstance(x, DTensor):
         return part
     # shape and stride: without them `from_local` assumes that the tensor is evenly sharded
@@ -62,7 +62,7 @@ def with_part(x: Tensor, part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class Division:
-    """How a tensor is divided among ranks: what `with_part` takes from a DTensor, to make one where there is none."""
+    """How a tensor is sharded: what `with_part` takes from a DTensor, to make one where there is none."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -70,7 +70,7 @@ class Division:
     stride: tuple[int, ...]
 
     def __repr__(self) -> str:
-        """Return Python code: it stands in graphs, among the arguments of ops."""
+        """Return Python code, because graphs print it among the arguments of ops."""
         return f"Division({list(self.shape)}, {str(self.placements)!r})"
 
     def __deepcopy__(self, _: Any) -> Division:
@@ -84,7 +84,7 @@ class Division:
 
 
 def division_of(x: Tensor) -> Division | None:
-    """Return how `x` is divided; None for a plain tensor."""
+    """Return how `x` is sharded; None for a plain tensor."""
     if not isinstance(x, DTensor):
         return None
     return Division(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
@@ -93,7 +93,7 @@ def division_of(x: Tensor) -> Division | None:
 def sizes_of_parts(x: Tensor) -> list[int]:
     """Return the number of elements of each rank's part of `x`: the same list on all ranks.
 
-    Raises ValueError if more than one dimension of the mesh divides `x`.
+    Raises ValueError if `x` is sharded over more than one dimension of the mesh.
     """
     if (division := _divided_by(x)) is None:
         return [x.numel()]
@@ -105,23 +105,23 @@ def sizes_of_parts(x: Tensor) -> list[int]:
 def first_index(x: Tensor) -> int:
     """Return the number of elements of `x` in the parts of earlier ranks: the index of this part's first element.
 
-    If dim 0 is divided, this is its index in the whole tensor. Raises ValueError as `sizes_of_parts` does.
+    If dim 0 is sharded, this is its index in the whole tensor. Raises ValueError as `sizes_of_parts` does.
     """
     division = _divided_by(x)
     return 0 if division is None else sum(sizes_of_parts(x)[: division[2]])
 
 
 def divided_several_times(x: Tensor) -> bool:
-    """Return whether more than one dimension of a mesh divides `x`, as FSDP2 with tensor parallel does."""
+    """Return whether `x` is sharded over more than one dimension of a mesh, as by FSDP2 with tensor parallel."""
     return isinstance(x, DTensor) and sum(not p.is_replicate() for p in x.placements) > 1
 
 
 def _divided_by(x: Tensor) -> tuple[int, int, int] | None:
-    """Return (size of the dimension that is divided, number of parts, number of this part); None if none is."""
+    """Return (size of the sharded dimension, number of shards, index of this rank's); None if none is sharded."""
     if not isinstance(x, DTensor):
         return None
     if divided_several_times(x):
-        raise ValueError(f"{x.placements} divides a tensor by more than one dimension of the mesh")
+        raise ValueError(f"{x.placements} shards a tensor over more than one dimension of the mesh")
     for i, p in enumerate(x.placements):
         if isinstance(p, Shard):
             at = x.device_mesh.get_coordinate()

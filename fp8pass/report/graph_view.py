@@ -137,14 +137,17 @@ class Drawing:
 
     def _find_replaced(self, position: Mapping[int, int]) -> None:
         """Match ops with which Inductor replaced a matmul (addmm) to a missing verdict of equal graph, line, sizes."""
-        found = {id(of[0]) for _, _, of in self._named}
+        named = {id(graph[0]) for _, _, graph in self._named}
         for place, op, part in self._unnamed:
             of_number = self._of_number.get(place.number, ())
-            missing = (of for of in of_number if id(of[0]) not in found and id(of[0]) in position)
-            same = next((of for of in missing if (of[0].source, _sizes_of(of[0])) == (place.source, place.sizes)), None)
+            missing = (graph for graph in of_number if id(graph[0]) not in named and id(graph[0]) in position)
+            same = next(
+                (graph for graph in missing if (graph[0].source, _sizes_of(graph[0])) == (place.source, place.sizes)),
+                None,
+            )
             if part != "before" and same is not None:
                 op.gemms = _positions(same, position)
-                found.add(id(same[0]))
+                named.add(id(same[0]))
                 self._named.append((place, op, same))
 
     def _find_users(self) -> None:
@@ -212,15 +215,15 @@ class _Generated(BaseException):
 
 def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
     """Return Inductor's `inner_compile`; if kernels are drawn, a version that ends after generating code."""
-    found = drawn()
-    if found is None or not found.kernels:
+    drawings = drawn()
+    if drawings is None or not drawings.kernels:
         return inner_compile
 
     def take(code: str) -> None:
         module = Virtualized.graph.module
         assert isinstance(module, fx.GraphModule)
         graph = module.graph
-        found.generated(graph, part_of(graph), code)
+        drawings.generated(graph, part_of(graph), code)
         raise _Generated
 
     def generate(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -247,13 +250,13 @@ def _set_kernels(picture: Picture, runs_in: Mapping[str, Sequence[int]]) -> None
 
     Inductor may list a call under the movement op that lays out its result, and a fused kernel under a matmul.
     """
-    found = [list(runs_in.get(op.name, ())) for op in picture.ops]
+    kernels_of_ops = [list(runs_in.get(op.name, ())) for op in picture.ops]
     for i in reversed(range(len(picture.ops))):
         op = picture.ops[i]
         if op.kind == "movement":
             for source in op.inputs:
-                found[source] += found[i]
-    for op, kernels in zip(picture.ops, found, strict=True):
+                kernels_of_ops[source] += kernels_of_ops[i]
+    for op, kernels in zip(picture.ops, kernels_of_ops, strict=True):
         # A matmul or attention runs in ATen or a template; fused kernels listed for it compute what surrounds it.
         calls = [i for i in kernels if not _FUSED.match(picture.kernels[i].name)]
         if op.kind in ("gemm", "attention"):
@@ -269,11 +272,11 @@ def kernel_code(code: str, kernel: str) -> str:
     """
     name = re.escape(kernel.rpartition(":")[0])
     definition = rf"(?:^#[^\n]*\n)*^{name} = async_compile\.\w+\(.*?'''(?:, [^\n]*)?\)$"
-    if found := re.search(definition, code, re.MULTILINE | re.DOTALL):
-        return found[0]
+    if match := re.search(definition, code, re.MULTILINE | re.DOTALL):
+        return match[0]
     call = rf"(?:^ *#[^\n]*\n)*^ *# \[Provenance debug handles\] {re.escape(kernel)}\n[^\n]*"
-    found = re.search(call, code, re.MULTILINE)
-    return textwrap.dedent(found[0]) if found else ""
+    match = re.search(call, code, re.MULTILINE)
+    return textwrap.dedent(match[0]) if match else ""
 
 
 # --- nodes
@@ -302,7 +305,7 @@ def _ops(graph: fx.Graph, state: Container[int]) -> list[Op]:
 
 
 def _place(ops: Sequence[Op]) -> None:
-    """Give each op that a pass inserted without a module that of an op that reads it, or else that of an input."""
+    """Give each op that a pass inserted without a module that of an op that reads it, otherwise that of an input."""
     for op in reversed(ops):
         for i in op.inputs:
             if ops[i].made_by and not ops[i].module:
@@ -338,11 +341,11 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], state: Container[int])
 
 def _position(placeholder: fx.Node) -> int:
     """Return the index among the joint graph's inputs, from AOTAutograd's names; -1 for tensors saved for backward."""
-    if found := re.fullmatch(r"primals_(\d+)", placeholder.name):  # of a graph with a backward, from 1
-        return int(found[1]) - 1
+    if match := re.fullmatch(r"primals_(\d+)", placeholder.name):  # of a graph with a backward, from 1
+        return int(match[1]) - 1
     # Without a backward, they count from 0.
-    found = re.fullmatch(r"arg(\d+)_1", placeholder.name)
-    return int(found[1]) if found else -1
+    match = re.fullmatch(r"arg(\d+)_1", placeholder.name)
+    return int(match[1]) if match else -1
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:

@@ -112,13 +112,13 @@ def _numerics(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if row.get(name) is None:
                 raise ValueError(f"a row of numerics has no {name!r}: {dict(row)}")
         slots.setdefault(str(row["slot"]), []).append(row)
-    found = []
-    for slot, of in slots.items():
-        of.sort(key=lambda row: row["step"])
-        charts = {name: [_finite(row.get(name)) for row in of] for name in CHARTS}
+    tensors = []
+    for slot, by_step in slots.items():
+        by_step.sort(key=lambda row: row["step"])
+        charts = {name: [_finite(row.get(name)) for row in by_step] for name in CHARTS}
         shown = {name: values for name, values in charts.items() if any(v is not None for v in values)}
-        found.append({"slot": slot, "step": [int(row["step"]) for row in of], **shown})
-    return found
+        tensors.append({"slot": slot, "step": [int(row["step"]) for row in by_step], **shown})
+    return tensors
 
 
 def _finite(value: Any) -> float | None:

@@ -46,8 +46,8 @@ class Break:
     nbytes: int
 
     def __str__(self) -> str:
-        handed = f"{self.nbytes / 1e6:.1f} MB handed over" if self.nbytes else "nothing handed over"
-        return f"the graph breaks at {self.source}: {self.reason} ({handed}; one graph more to call)"
+        passed_on = f"{self.nbytes / 1e6:.1f} MB passed on" if self.nbytes else "no tensors passed on"
+        return f"the graph breaks at {self.source}: {self.reason} ({passed_on}; one more graph to call)"
 
 
 @dataclass
@@ -190,7 +190,7 @@ def _guard(said: str) -> str:
 
 def last_line(stack: Any) -> str:
     """Return the user's innermost line of a stack, as "file.py:12"; "?" if the stack is empty."""
-    # Dynamo's stacks of a break go through torch's files too, an optimizer's say.
+    # Dynamo's stacks of a break go through torch's files too, such as an optimizer's.
     own = [f for f in stack if is_users_file(f.filename)] or list(stack)
     return location_of(own[-1].filename, own[-1].lineno) if own else "?"
 
@@ -338,7 +338,7 @@ class Report:
         return path
 
     def show(self) -> None:
-        """Print the report: on a terminal as a table in colours if rich is installed, else as `print` does."""
+        """Print the report: on a terminal as a table in colours if rich is installed, otherwise as `print` does."""
         from fp8pass.report.table import show
 
         show(self)

@@ -1,4 +1,4 @@
-"""Print a report, with rich on a terminal if rich is installed, else as plain text: `Report.show`."""
+"""Print a report, with rich on a terminal if rich is installed, otherwise as plain text: `Report.show`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def ruled(lines: Sequence[str]) -> list[str]:
 
 
 def terminal() -> Any:
-    """Return rich's console if standard output is a terminal and rich is installed, else None."""
+    """Return rich's console if standard output is a terminal and rich is installed, otherwise None."""
     if not sys.stdout.isatty():
         return None
     try:

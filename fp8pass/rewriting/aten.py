@@ -75,12 +75,12 @@ def _with_defaults(placeholders: Sequence[fx.Node], leaves: Sequence[Any]) -> li
 
 def _check_inputs(placeholders: Sequence[fx.Node], leaves: Sequence[Any]) -> None:
     for node, x in zip(placeholders, leaves, strict=True):
-        known = node.meta.get("val")
-        if not isinstance(known, Tensor):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
             continue
-        same = isinstance(x, Tensor) and x.dtype == known.dtype and x.device == known.device and x.dim() == known.dim()
-        if not same or any(isinstance(s, int) and s != t for s, t in zip(known.shape, x.shape, strict=True)):
-            was = f"{known.dtype}{list(known.shape)} on {known.device}"
+        same = isinstance(x, Tensor) and x.dtype == value.dtype and x.device == value.device and x.dim() == value.dim()
+        if not same or any(isinstance(s, int) and s != t for s, t in zip(value.shape, x.shape, strict=True)):
+            was = f"{value.dtype}{list(value.shape)} on {value.device}"
             got = f"{x.dtype}{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise Fp8Error(f"the graph was traced with {node.name} = {was}, and example_inputs have {got} there")
 
@@ -145,13 +145,13 @@ class _Attributes:
     def __init__(self, module: fx.GraphModule) -> None:
         owned = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.own = set(owned)
-        known = {id(x): name for name, x in owned.items()}
+        names = {id(x): name for name, x in owned.items()}
         self._known = dict(owned)
         self._first: dict[str, str] = {}
         for node in module.graph.find_nodes(op="get_attr"):
             value = attribute(module, str(node.target))
             if isinstance(value, Tensor):
-                self._first[str(node.target)] = first = known.setdefault(id(value), str(node.target))
+                self._first[str(node.target)] = first = names.setdefault(id(value), str(node.target))
                 self._known.setdefault(first, value)
         self.names = list(self._known)
         self.tensors = list(self._known.values())
@@ -210,20 +210,20 @@ def _traced(module: fx.GraphModule, leaves: Sequence[Any], mode: FakeTensorMode 
     """Trace the graph again: in ATen ops, with writes into tensors only at its end, into its inputs."""
     if mode is not None:  # its sizes may be symbolic
         leaves = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
-    mode, of = mode or FakeTensorMode(), _Attributes(module)
-    count = len(of.names)
-    fakes = [*_fakes_of(mode, of.tensors), *_fakes_of(mode, leaves)]
+    mode, attributes = mode or FakeTensorMode(), _Attributes(module)
+    count = len(attributes.names)
+    fakes = [*_fakes_of(mode, attributes.tensors), *_fakes_of(mode, leaves)]
 
     def run(*values: Any) -> Any:
-        own = {f"module.{n}": x for n, x in zip(of.names, values, strict=False) if n in of.own}
-        inputs = (of.by_target(values[:count]), *values[count:])
+        own = {f"module.{n}": x for n, x in zip(attributes.names, values, strict=False) if n in attributes.own}
+        inputs = (attributes.by_target(values[:count]), *values[count:])
         return functional_call(_Interpreted(module), own, inputs, tie_weights=True)
 
     with mode, torch.no_grad(), preserve_node_meta():
         traced = _explained(lambda: make_fx(run)(*fakes))
         if not _is_functional_aten(traced.graph):
             traced = _explained(lambda: make_fx(functionalize(run))(*fakes))
-    return _with_attributes(module, traced, of.names)
+    return _with_attributes(module, traced, attributes.names)
 
 
 def _explained(trace: Callable[[], Any]) -> Any:
@@ -240,7 +240,7 @@ def _with_attributes(module: fx.GraphModule, traced: fx.GraphModule, names: Sequ
     """Return the traced graph, whose first inputs become attributes again, and whose others keep their names."""
     graph = copy_to_edit(traced).graph
     inputs = graph.find_nodes(op="placeholder")
-    own = module.graph.find_nodes(op="placeholder")
+    placeholders = module.graph.find_nodes(op="placeholder")
     for node, name in zip(inputs, names, strict=False):
         if node.users:
             with graph.inserting_after(inputs[-1]):
@@ -248,7 +248,7 @@ def _with_attributes(module: fx.GraphModule, traced: fx.GraphModule, names: Sequ
             read.meta = dict(node.meta)
             node.replace_all_uses_with(read)
         graph.erase_node(node)
-    for node, old in zip(inputs[len(names) :], own, strict=True):
+    for node, old in zip(inputs[len(names) :], placeholders, strict=True):
         node.name = node.target = old.name
     for name, value in _constants(traced).items():
         if not hasattr(module, name):

@@ -51,7 +51,7 @@ class RewriteState:
 
     @property
     def slots(self) -> list[str]:
-        """The names of all quantized tensors with state, `layers.0.up.weight` say, in the order of the tensors."""
+        """The names of all quantized tensors with state, such as `layers.0.up.weight`, in the order of the tensors."""
         return [name for state in self._states for name in state.table.names]
 
     @property
@@ -128,7 +128,7 @@ class RewriteState:
 
         Args:
             state_dict: Tensors by name.
-            strict: If False, the slots that fit are loaded, and under another recipe scales are computed anew.
+            strict: If False, the slots that fit are loaded, and under another recipe scales are recomputed.
 
         Raises:
             Fp8Error: If names, sizes or values are not those of a state, if slots of the graph are missing, if the
@@ -146,18 +146,18 @@ class RewriteState:
         self.steps = steps
 
     def _check_slots(self, entries: Mapping[str, Any]) -> None:
-        own = {name for state in self._delayed() for name in state.table.names}
-        if missing := sorted(own - entries.keys()):
+        slots = {name for state in self._delayed() for name in state.table.names}
+        if missing := sorted(slots - entries.keys()):
             raise Fp8Error(
                 f"the state lacks slots of the graph: {_some(missing)}"
                 f"{nearest(missing[0], entries)}. Give the inputs the names of the saved model, by names=, or load it "
                 "with strict=False"
             )
         trains = any(state.table.training for state in self._states)
-        if trains and (unknown := sorted(entries.keys() - own)):
+        if trains and (unknown := sorted(entries.keys() - slots)):
             raise Fp8Error(
                 f"the state has slots that the graph lacks: {_some(unknown)}"
-                f"{nearest(unknown[0], own)}. Load it with strict=False to leave them out"
+                f"{nearest(unknown[0], slots)}. Load it with strict=False to leave them out"
             )
 
     def _delayed(self) -> list[InstanceState]:

@@ -38,9 +38,9 @@ _OF_THE_COMPILER = {
     "reduce_amax_interval": "the amaxes are outputs, which the caller reduces",
     "mode": "Inductor is not called",
     "lowering": "Inductor is not called",
-    "compile_once": "the graph stays in one piece",
+    "compile_once": "the graph is not split into functions",
     "epilogues": "kernels are the caller's choice",
-    "merge_siblings": "the layers of a traced graph stay apart",
+    "merge_siblings": "layers of a traced graph are not merged",
 }
 """Options that have no meaning for a graph whose compiler is somebody else, with the reason."""
 
@@ -65,7 +65,7 @@ def rewrite(
         config: A `Config`, or a dict of its fields; by default what `make_config()` returns.
         names: {name of an input of `gm`: path of the parameter}, such as the `inputs_to_parameters` of an exported
             program's signature. Without it, a parameter has the name of its attribute, or of its key in a dict of the
-            example inputs, or else of the input. Filters, recipes by module and the state go by these names.
+            example inputs, otherwise of the input. Filters, recipes by module and the state go by these names.
 
     Returns:
         (graph, state, report). The graph takes the leaves of the inputs, in order, and then `state.tensors`; it returns
@@ -153,13 +153,13 @@ def _paths(gm: fx.GraphModule, example_inputs: Sequence[Any], names: Mapping[str
     for name in names:
         if name not in inputs:
             raise ValueError(f"names: the graph has no input {name!r}{nearest(name, inputs)}")
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     keyed, _ = pytree.tree_flatten_with_path(tuple(example_inputs))
     for name, (path, x) in zip(inputs, keyed, strict=False):
         key = next((str(p.key) for p in path[::-1] if isinstance(p, pytree.MappingKey)), "")
         if isinstance(x, Tensor) and (key or isinstance(x, torch.nn.Parameter)):
-            found[name] = key or name
-    return {**found, **names}
+            paths[name] = key or name
+    return {**paths, **names}
 
 
 def _check_patterns(

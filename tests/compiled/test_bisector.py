@@ -209,7 +209,7 @@ def test_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "JOINT", tuple(ours))
     found = faulty(Once, recipe="dynamic")
     assert (found.verdict, found.pass_name) == ("pass", "doubles")
-    assert "The pass doubles is the cause, not the numbers of FP8" in str(found)
+    assert "The pass doubles is the cause, not FP8 precision" in str(found)
     assert "Please report that the pass doubles is wrong" in str(found)
     assert not found.notes, "the step passes without that pass"
     assert found.culprits and not found.culprits[0][0].operands, "no operand is the cause"
@@ -243,7 +243,7 @@ def test_not_fp8() -> None:
     model = make(Once)
     found = fp8pass.bisect(lambda: outputs(model, compiled(model)) / 0)
     assert (found.verdict, found.culprits, len(found.runs)) == ("not fp8", [], 2)
-    assert str(found).startswith("It fails without fp8pass too: it isn't FP8.")
+    assert str(found).startswith("The check fails without fp8pass too: FP8 is not the cause.")
 
 
 def test_nothing_to_find() -> None:
@@ -267,7 +267,10 @@ def test_a_step_that_raises() -> None:
             raise FloatingPointError("loss is NaN")
 
     found = fp8pass.bisect(step)
-    assert found.verdict == "unclear" and "that could not be told apart" in str(found)
+    assert (
+        found.verdict == "unclear"
+        and "Could not tell whether FP8 precision, a pass or Inductor is the cause" in str(found)
+    )
     assert [(c.name, c.kind) for c in found.culprits[0]] == [("layers.2", "output")]
     assert {r.outcome for r in found.runs if "KeyError" in r.detail} == {"unclear"}
     assert found.runs[0].detail == "FloatingPointError: loss is NaN"
@@ -393,7 +396,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out.startswith("The check passes with everything in FP8") and "run 1" in err
     assert cli.main(["bisect", "tests.helpers.bisector:for_cli", "tests.helpers.bisector:never"]) == 1
-    assert capsys.readouterr().out.startswith("It fails without fp8pass too")
+    assert capsys.readouterr().out.startswith("The check fails without fp8pass too")
     assert cli.main(["bisect", f"{__name__}:nothing"]) == 2
     assert "can't be imported" in capsys.readouterr().err
     logging.getLogger("fp8pass.bisect").handlers.clear()

@@ -298,7 +298,7 @@ def test_a_graph_for_a_gpu_on_a_machine_without(
     file.write_text(runnable(module, Origins()))
     monkeypatch.setattr(sys, "argv", [str(file)])
     with pytest.raises(
-        SystemExit, match=r"this graph is of cuda:0, which is not here \(.*\)\. --device cpu runs it on"
+        SystemExit, match=r"this graph was compiled for cuda:0, which is not here \(.*\)\. --device cpu runs it on"
     ):
         runpy.run_path(str(file), run_name="__main__")
     monkeypatch.setattr(sys, "argv", [str(file), "--device", "cpu"])
@@ -311,7 +311,7 @@ def test_what_has_no_text_says_so(tmp_path: Path) -> None:
     """The text of a function of the user's is missing; the rest of the graph is there, and later passes' dumps run."""
     recipe = DelayedScaling(amax_compute_algo=lambda history: history.amax(0))
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), recipe=recipe)(torch.randn(16, 32)).sum().backward()
-    with pytest.raises(NotImplementedError, match=r"this dump needs .*<lambda>, which can't be written down"):
+    with pytest.raises(NotImplementedError, match=r"this dump needs .*<lambda>, which can't be written as source"):
         results(next(tmp_path.rglob("008.dynamo.annotate.after.py")))
     assert compare(next(tmp_path.rglob("*joint.scaled_mm.before.py"))) < ROUNDING
 

@@ -325,7 +325,7 @@ class Fails(nn.Module):
 
 def test_a_model_that_dynamo_can_not_trace() -> None:
     with pytest.raises(
-        fp8pass.Fp8Error, match=r"at test_explain\.py:\d+\. Until then: 2 of 2 matmuls in FP8"
+        fp8pass.Fp8Error, match=r"at test_explain\.py:\d+\. Before the error: 2 of 2 matmuls in FP8"
     ) as failed:
         fp8pass.explain(Fails("shapes"), torch.randn(16, 32))
     report = failed.value.report
@@ -397,6 +397,6 @@ def test_an_op_that_fails_says_why() -> None:
         return a.relu() + b
 
     with pytest.raises(
-        fp8pass.Fp8Error, match=r"fake tensor call: .*\[16, 48\].*, at test_explain.py:\d+\. Until then"
+        fp8pass.Fp8Error, match=r"fake tensor call: .*\[16, 48\].*, at test_explain.py:\d+\. Before the error"
     ):
         fp8pass.explain(function, torch.randn(16, 32), torch.randn(16, 48))

@@ -298,7 +298,7 @@ def test_tied_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "fp8pass"):
             done = fp8pass.export_fp8(model, tmp_path / "out")
     assert list(done.layers) == ["a", "b"]
-    assert "head is exported as it is: it shares its weight with embedding (Embedding)" in caplog.text
+    assert "head is exported in high precision: it shares its weight with embedding (Embedding)" in caplog.text
     written = tensors(tmp_path / "out")
     assert torch.equal(bits(written["a.weight"]), bits(written["b.weight"]))
     assert torch.equal(written["head.weight"], model.head.weight) and quantization(tmp_path / "out")["ignore"] == [
@@ -374,7 +374,7 @@ def test_what_can_not_be_exported(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     out, model = tmp_path / "out", nn.Sequential(Experts())
     with caplog.at_level(logging.WARNING, "fp8pass"):
         done = fp8pass.export_fp8(model, out, recipe="rowwise")
-    assert "0 is exported as it is: it is a Experts, and the formats have a place only for nn.Linear" in caplog.text
+    assert "0 is exported in high precision: it is a Experts, and the formats hold only nn.Linear" in caplog.text
     assert list(done.layers) == ["0.up"] and tensors(out)["0.w"].dtype is torch.float32
     assert "1 of 2 layers in FP8 (rowwise)\n0 stays in high precision: it is a Experts" in str(done)
     with pytest.raises(fp8pass.Fp8Error, match="strict: 1 layers can't be exported in FP8: 0: it is a Experts"):

@@ -174,7 +174,7 @@ def test_experts_stay_in_high_precision_under_the_names_of_files(
     done = fp8pass.export_fp8(model, tmp_path / "out", recipe="blockwise", max_shard_size="100KB")
     assert sorted(path.rpartition(".")[2] for path in done.layers) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     experts = "model.layers.0.mlp.experts"
-    assert f"{experts} is exported as it is: it is a MixtralExperts" in caplog.text
+    assert f"{experts} is exported in high precision: it is a MixtralExperts" in caplog.text
     stored = "model.layers.0.block_sparse_moe"
     kept = quantization(tmp_path / "out")["modules_to_not_convert"]
     assert {experts, f"{stored}.experts.1.w2", f"{stored}.gate", "lm_head"} <= set(kept)

@@ -193,7 +193,7 @@ def test_what_torch_can_not_compile_alone_is_torchs_error() -> None:
 
 def test_errors_of_what_the_user_wrote_are_the_users() -> None:
     with pytest.raises(
-        Exception, match=r"filter\('weight', 16, 32, 48\) raised ZeroDivisionError: planted\. Mend the function"
+        Exception, match=r"filter\('weight', 16, 32, 48\) raised ZeroDivisionError: planted\. Fix the function"
     ):
         train(filter=planted)
     with pytest.raises(Exception, match="amax_compute_algo raised ZeroDivisionError: planted"):

@@ -110,7 +110,7 @@ class Training:
         assert re.fullmatch(expected, found), f"{found}\n---\n{expected}"
 
 
-LAST = r"\nprint\(fp8pass\.explain\(model, \*inputs\)\) has all of them"
+LAST = r"\nprint\(fp8pass\.explain\(model, \*inputs\)\) lists all of them"
 
 
 def test_a_model_that_is_too_small() -> None:

@@ -206,7 +206,7 @@ def test_a_formula_that_fails_later() -> None:
         return 1 / amax
 
     run = compiled(nn.Linear(32, 32), recipe=DelayedScaling(scaling_factor_compute_algo=of_two))
-    with pytest.raises(Exception, match=r"scaling_factor_compute_algo raised RuntimeError: only two\. Mend it"):
+    with pytest.raises(Exception, match=r"scaling_factor_compute_algo raised RuntimeError: only two\. Fix it"):
         run(torch.randn(16, 32))
 
 

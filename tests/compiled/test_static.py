@@ -170,7 +170,7 @@ def test_arguments_of_calibrate() -> None:
     for batch, factor in ((x, 1), ((x, 2.0), 2), ({"x": x, "scale": 4.0}, 4)):
         assert float(fp8pass.calibrate(Two(), [batch])["fc.input"]) == pytest.approx(448 / amax / factor)
     x[0, 0] = math.nan
-    with pytest.warns(UserWarning, match=r"calibrate saw NaN or inf in fc.input: these calls are passed over"):
+    with pytest.warns(UserWarning, match=r"calibrate saw NaN or inf in fc.input: these calls are skipped"):
         assert fp8pass.calibrate(torch.compile(Two()), [x, torch.ones(16, 32)])["fc.input"] == 448
     with pytest.warns(UserWarning, match=r"calibrate saw nothing but zeros in fc.input: their scales are 1"):
         assert fp8pass.calibrate(Two(), [torch.zeros(16, 32)])["fc.input"] == 1

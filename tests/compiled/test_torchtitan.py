@@ -89,7 +89,7 @@ def other_manager(config: Any) -> None:
         (loss_only, "set --compile.enable, with 'model' in --compile.components"),
         (other_backend, "leave --compile.backend out"),
         (own_fp8, "leave the converter out of model_registry"),
-        (cuda_graphs, "set --training.disable_cuda_graphs, or take a recipe without state"),
+        (cuda_graphs, "set --training.disable_cuda_graphs, or a recipe without state"),
         (other_manager, r"write checkpoint=CheckpointManager.Config\(...\)"),
     ],
 )

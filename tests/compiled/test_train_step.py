@@ -934,7 +934,7 @@ def test_the_report_says_where_graphs_break_and_what_is_handed_over() -> None:
     assert by_line[3].nbytes >= 512 * 32 * 4
     assert by_line[5] is not None
     assert "backward" in by_line[5].reason
-    assert "0.1 MB handed over; one graph more to call" in str(run.report)
+    assert "0.1 MB passed on; one more graph to call" in str(run.report)
     assert "Optimizer.zero_grad" in str(run.report)  # nothing before it is to be compiled
 
 

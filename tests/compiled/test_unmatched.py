@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a later phase": ({"recipe": Schedule({0: None, 9: {"haed": None, "*": "dynamic"}})}, "recipe: 'haed' matches no"),
     "a recipe after all others": (
         {"recipe": {"*": "dynamic", "head": None}},
-        "recipe: 'head' is never reached in Model, for '*', which comes before it, matches 'head', too",
+        "recipe: 'head' has no effect in Model, because '*' comes before it and matches 'head' too",
     ),
     "a role": ({"monitor": ["*.grad_outptu"]}, "did you mean '*.grad_output'"),
     "a scale": (

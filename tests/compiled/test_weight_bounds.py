@@ -143,4 +143,4 @@ def test_an_optimizer_that_does_more_is_noticed() -> None:
     for of in optimizer.state.values():
         of["exp_avg"].fill_(100.0)
     step(batch(2))
-    assert "times as large as predicted, and saturated: its optimizer did more" in str(step.report)
+    assert "times as large as predicted, and saturated: its update was larger" in str(step.report)

@@ -44,7 +44,7 @@ def test_a_model_that_can_not_be_compiled(kernels: bool, monkeypatch: pytest.Mon
         y: Tensor = OnlyForward.apply(second(x))
         return y
 
-    with pytest.raises(fp8pass.Fp8Error, match="Until then: ") as failed:
+    with pytest.raises(fp8pass.Fp8Error, match="Before the error: ") as failed:
         fp8pass.explain(function, torch.randn(16, 32), kernels=kernels)
     report = failed.value.report
     assert report is not None and failed.value.__cause__ is not None

@@ -42,11 +42,15 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "x is torch.int64: pass a floating",
     ),
-    "quantize no tensor": (lambda: fp8pass.quantize([1.0], 1.0, E4M3), TypeError, "x is list: pass a floating tensor"),
+    "quantize no tensor": (
+        lambda: fp8pass.quantize([1.0], 1.0, E4M3),
+        TypeError,
+        "x is list: pass a floating-point tensor",
+    ),
     "a scale that is text": (
         lambda: fp8pass.quantize(X, "1", E4M3),
         TypeError,
-        "scale is '1': pass a number or a tensor",
+        "scale is '1': pass a number or a float32 tensor",
     ),
     "a complex scale": (lambda: fp8pass.quantize(X, torch.ones(1) * 1j, E4M3), TypeError, "scale is torch.complex64: "),
     "dequantize float32": (
@@ -60,8 +64,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "choose one of torch.float32, ",
     ),
     "qdq to float32": (lambda: qdq(X, 1.0, torch.float32), ValueError, f"dtype is torch.float32: {FP8}"),
-    "qdq by 0": (lambda: qdq(X, 0.0, E4M3), ValueError, "scale is 0: pass what x is multiplied with"),
-    "representable by 0": (lambda: fp8pass.cast_to_representable(X, 0), ValueError, "scale is 0: pass what x is"),
+    "qdq by 0": (lambda: qdq(X, 0.0, E4M3), ValueError, "scale is 0: pass the multiplier for x"),
+    "representable by 0": (
+        lambda: fp8pass.cast_to_representable(X, 0),
+        ValueError,
+        "scale is 0: pass the multiplier for x",
+    ),
     "representable complex": (
         lambda: fp8pass.cast_to_representable(X * 1j),
         TypeError,
@@ -86,7 +94,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "explain by a name": (
         lambda: fp8pass.explain(LAYER, X, config="rowwise"),
         TypeError,
-        "config is 'rowwise': pass fp8pass.Config",
+        "config is 'rowwise': pass a fp8pass.Config",
     ),
     "bisect with a number": (
         lambda: fp8pass.bisect(nothing, 3),

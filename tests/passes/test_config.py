@@ -73,8 +73,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"update_rounding": True}, "unknown update_rounding True: choose one of 'nearest', 'stochastic'"),
         ({"amax_group": 3}, "amax_group=3: a torch.distributed.ProcessGroup or DeviceMesh, or None"),
         ({"recipe": DelayedScaling}, r"recipe=DelayedScaling is a class; write DelayedScaling\("),
-        ({"recipe": {}}, r"recipe={}: needs a name pattern, {'\*': 'delayed'} say"),
-        ({"recipe": {nn.Linear: "delayed"}}, "keys are patterns of module names"),
+        ({"recipe": {}}, r"recipe={}: needs a name pattern, such as {'\*': 'delayed'}"),
+        ({"recipe": {nn.Linear: "delayed"}}, "keys are module name patterns"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -619,7 +619,7 @@ def test_unsupported_uses_are_refused() -> None:
             "layer out with enable_fp8_all_gather(filter=)"
         )
         assert columns.startswith(
-            "the weight of 'up', [56, 32], is sharded as [56, 16]: FP8 is gathered of shards of rows"
+            "the weight of 'up', [56, 32], is sharded as [56, 16]: FP8 gathers shards of rows only"
         )
 
 

@@ -131,8 +131,8 @@ def test_ranks_with_unlike_gpus_are_told_so() -> None:
     assert not none and (first.capability, second.capability) == ((12, 0), (9, 0))
     assert second.bf16_peak == first.bf16_peak
     assert said == [
-        "fp8pass: a rank has a rtx5090, sm_120, and this one a h100, sm_90: by the speeds of the first it is decided for "
-        "all of them what runs in FP8, and each rank uses the kernels that it has"
+        "fp8pass: a rank has a rtx5090, sm_120, and this one a h100, sm_90: the speeds of the first decide for all ranks "
+        "what runs in FP8, and each rank uses the kernels that it has"
     ]
 
 

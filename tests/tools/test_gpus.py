@@ -186,7 +186,7 @@ def test_other_processes_wait_and_read(tmp_path: Path) -> None:
 
 def test_a_process_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_WAITS", 0.1)
-    said = pytest.warns(UserWarning, match="speeds: another process did not end in .* published figures stand in")
+    said = pytest.warns(UserWarning, match="speeds: another process did not end in .* published figures are used")
     with there(tmp_path, "h200") as gpu, kept.alone(kept.file_of(torch.cuda.get_device_properties(0)), 1.0), said:
         assert here.target_here(CUDA, "measured", (), ()) is TARGETS["h200"] and gpu.measured == 0
 
@@ -194,7 +194,7 @@ def test_a_process_that_never_ends_is_not_waited_for(tmp_path: Path, monkeypatch
 def test_a_gpu_without_room_keeps_published_figures(tmp_path: Path) -> None:
     with there(tmp_path, "rtx4090") as gpu:
         gpu.speeds = torch.OutOfMemoryError("CUDA out of memory: made up for the test")
-        with pytest.warns(UserWarning, match="speeds: CUDA out of memory.* published figures stand in.* FP8PASS_MACH"):
+        with pytest.warns(UserWarning, match="speeds: CUDA out of memory.* published figures are used.* FP8PASS_MACH"):
             assert here.target_here(CUDA, "measured", (), ()) is TARGETS["rtx4090"]
         assert not list(tmp_path.glob("*.json"))
 
@@ -347,7 +347,7 @@ def test_what_says_nothing_of_a_kernel_is_not_kept(tmp_path: Path) -> None:
     assert tried.works("mxfp8", found) is None
     with there(tmp_path, "rtx5090") as gpu:
         gpu.result = found[0].result
-        with pytest.warns(UserWarning, match="mxfp8: not tried: out of memory; published figures stand in"):
+        with pytest.warns(UserWarning, match="mxfp8: not tried: out of memory; published figures are used"):
             assert here.target_here(CUDA, "measured", (), ("mxfp8",)).mxfp8 is None
         assert "mxfp8" not in kept.read(next(tmp_path.glob("*.json")))
 
@@ -543,7 +543,7 @@ def test_the_environment_says_what_could_not_be_found_out(
         with pytest.warns(UserWarning, match="the GPU is exclusive"):
             assert main(["env"]) == 0
         found = capsys.readouterr().out
-        assert "mxfp8: the GPU is exclusive; published figures stand in" in found
+        assert "mxfp8: the GPU is exclusive; published figures are used" in found
     monkeypatch.setenv("FP8PASS_MACHINE", "published")
     with there(tmp_path, "gb10", available=True) as gpu:
         assert main(["env"]) == 0

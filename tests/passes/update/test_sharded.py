@@ -125,7 +125,8 @@ def test_a_decoded_moment_is_divided_as_it_was() -> None:
 def test_several_divisions_are_refused() -> None:
     p = divided((8, 16), (Shard(0), Shard(1)), mesh=[[0, 1], [2, 3]])
     with pytest.raises(
-        Fp8Error, match=r"optimizer_state='fp8' supports parameters that one dimension .* w is divided by"
+        Fp8Error,
+        match=r"optimizer_state='fp8' supports parameters sharded over one dimension .* w is sharded over several",
     ):
         _check_division("w", p, Config(optimizer_state="fp8"))
     with pytest.raises(ValueError, match="more than one dimension of the mesh"):
