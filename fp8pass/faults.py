@@ -23,7 +23,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import fx
 from fp8pass._torch import RestartAnalysis, SkipFrame, functorch_config, timeout_of, unset_fake_temporarily
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
+from fp8pass.graph.attempt import FIRST, FUNCTIONS, LOWERING, NEEDED, Attempt
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, Reduction
 from fp8pass.report.drawing import drawn
@@ -41,41 +42,8 @@ from fp8pass.states.amax_reduction import NotCome, tell_all
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Form = Literal["fp8", "declined", "plain"]
-"""One of: FP8; all matmuls listed and declined; compiled by torch without fp8pass."""
-NEEDED = ("annotate", "list_matmuls", "scaled_mm")
-"""Passes without which no matmul that the recipe selects runs in FP8."""
 WHOLE = ("keep_strides",)
 """Passes without which a backward does not fit a forward that was compiled with them."""
-LOWERING = "lowering"
-"""The place of a fault whose pass is not known: AOTAutograd or Inductor fails on the graph of fp8pass."""
-FUNCTIONS = "functions"
-"""The place of such a fault if the graph is cut into functions, see `lowering_functions`."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The way in which a graph is compiled. without: passes to leave out. reason: why its matmuls are declined."""
-
-    form: Form = "fp8"
-    without: frozenset[str] = frozenset()
-    reason: str = ""
-
-    def runs(self, name: str) -> bool:
-        """Return whether a pass, or another part with a name, runs."""
-        return name not in self.without
-
-    def after(self, place: str, reason: str) -> Attempt:
-        """Return the next attempt after a fault in a pass, at FUNCTIONS or at LOWERING."""
-        if place == FUNCTIONS:
-            return replace(self, without=self.without | {"find_layers"})
-        known = place != LOWERING and self.runs(place)  # else it fails though it is left out
-        if self.form == "fp8" and (not known or place in NEEDED):
-            return Attempt("declined", self.without | ({place} if known else set()), reason)
-        return replace(self, without=self.without | {place}) if known else Attempt("plain")
-
-
-FIRST = Attempt()
 Compile = Callable[[Attempt, Dump], T]
 
 

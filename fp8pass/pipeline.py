@@ -16,9 +16,10 @@ from torch import fx
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransformObserver, get_hash_for_files
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
-from fp8pass.faults import FIRST, Attempt, left_out
+from fp8pass.faults import left_out
 from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
+from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.inputs import examples_of
 from fp8pass.graph.other_libraries import Arguments, arguments_of

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER, aot_autograd, make_boxed_func, select_decomp_table
-from fp8pass.faults import Attempt, Later
+from fp8pass.faults import Later
+from fp8pass.graph.attempt import Attempt
 from fp8pass.inductor.partition import Partition
 from fp8pass.pipeline import KernelPasses, Pipeline
 from fp8pass.quant.kernel_ops import FORMULAS, LAID_OUT

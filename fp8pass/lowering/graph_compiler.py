@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass._torch import as_fakes, context_for_later, tracing
 from fp8pass.dump.writer import Dump
-from fp8pass.faults import Attempt, Later, fall_back
+from fp8pass.faults import Later, fall_back
 from fp8pass.graph.annotation import Annotation
+from fp8pass.graph.attempt import Attempt
 from fp8pass.lowering.lower import lower
 from fp8pass.options.config import Config
 from fp8pass.options.machine import gpu_of, on_machine

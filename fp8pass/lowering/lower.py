@@ -10,8 +10,9 @@ from torch import fx
 
 from fp8pass._torch import context_of_one_graph
 from fp8pass.dump.writer import Dump
-from fp8pass.faults import FIRST, Attempt, Later, lowering_functions
+from fp8pass.faults import Later, lowering_functions
 from fp8pass.graph.annotation import Annotation, is_state_input
+from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.lowering.bodies import lower_bodies
 from fp8pass.lowering.eager import lower_eager
 from fp8pass.lowering.through_inductor import lower_through_inductor

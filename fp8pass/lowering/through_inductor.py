@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from fp8pass._torch import CACHEABLE, compile_fx, functorch_config, inductor_config, list_mode_options
-from fp8pass.faults import FIRST, Attempt, Later
+from fp8pass.faults import Later
+from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.inductor.choices import with_choices
 from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.eager import op_by_op

@@ -10,7 +10,8 @@ from torch import fx
 
 from fp8pass._torch import context_for_later, tracing
 from fp8pass.dump.writer import Dump
-from fp8pass.faults import Attempt, fall_back, left_out
+from fp8pass.faults import fall_back, left_out
+from fp8pass.graph.attempt import Attempt
 from fp8pass.lowering.lower import lower
 from fp8pass.options.config import Config
 from fp8pass.passes.update.find_moments import moments_of

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fp8pass._torch import FakeTensor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error
-from fp8pass.faults import FIRST, Attempt
+from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.graph.inputs import Input
 from fp8pass.names import source_name
 from fp8pass.quant.moments import Fp8Moment, moment_of

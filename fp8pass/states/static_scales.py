@@ -25,8 +25,8 @@ def fill(state: InstanceState) -> None:
     absent = [name for name, scale in scales.items() if scale is None]
     if absent:
         raise Fp8Error(
-            f"no scales were calibrated for {', '.join(absent)}. Calibrate the model that is compiled, with inputs "
-            "that reach them; where its parts are compiled one by one, in this process, so that their names are known."
+            f"no scales were calibrated for {', '.join(absent)}. Calibrate the compiled model, with inputs that "
+            "reach them; if its parts are compiled one by one, calibrate in this process, which then knows their names."
         )
     state.tensors.scale.copy_(torch.tensor([scales[name] for name in names]))
 

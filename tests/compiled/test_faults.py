@@ -16,6 +16,7 @@ import fp8pass
 from fp8pass import faults, pipeline
 from fp8pass._torch import InductorError, inductor_config
 from fp8pass.cli import main
+from fp8pass.graph.attempt import NEEDED
 from fp8pass.node_meta import MADE_BY
 from fp8pass.options.overrides import Trial, trying
 from fp8pass.passes.kernels.keep_strides import KeepStrides
@@ -101,7 +102,7 @@ def test_training_goes_on_without_a_pass_that_fails(
     name: str, in_fp8: list[Tensor], in_high_precision: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If FP8 needs the pass, training goes on in high precision."""
-    needed = name in faults.NEEDED
+    needed = name in NEEDED
     monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
     monkeypatch.setattr(type(PASSES[NAMES.index(name)]), "run", planted)
     numbers, report, (warning,) = train_with_fault()
@@ -117,7 +118,7 @@ def test_training_goes_on_without_a_pass_that_fails(
 @pytest.mark.variant
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_are_those_of_a_trial_without_the_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in faults.NEEDED:
+    if name in NEEDED:
         expected = train(recipe=None)
     else:
         with trying(Trial(passes=[n for n in NAMES if n != name])):
@@ -133,7 +134,7 @@ def test_numbers_are_those_of_a_trial_without_the_pass(name: str, monkeypatch: p
 def test_training_goes_on_without_a_pass_on_dynamos_graph(
     name: str, in_fp8: list[Tensor], in_high_precision: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = name in faults.NEEDED
+    needed = name in NEEDED
     (found,) = (p for p in pipeline.DYNAMO if p.name == name)
     monkeypatch.setattr(type(found), "run", planted)
     numbers, report, (warning,) = train_with_fault(monitor=True)

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.dump.writer import Dump
-from fp8pass.faults import FIRST, Attempt, fall_back
+from fp8pass.faults import fall_back
+from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options.config import make_config
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
