@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import torch
 
-from fp8pass import __version__
 from fp8pass.debug import plots
 from fp8pass.debug.bisector import bisect
 from fp8pass.debug.environment import describe, figures
@@ -30,6 +29,7 @@ from fp8pass.inspect.inspector import OPTIMIZERS, PEERS, inspect
 from fp8pass.inspect.table import show, show_memory
 from fp8pass.options.config import Config, make_config
 from fp8pass.recipes import Recipe
+from fp8pass.versions import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,11 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fp8pass
+from fp8pass import training_step
 from fp8pass._torch import cancel_compilations
+from fp8pass.debug import explainer
 from fp8pass.demo.checks import Unusable, check
 from fp8pass.demo.output import Curve, phase, plot, say
 from fp8pass.hardware import reference_dtypes
+from fp8pass.options.config import Config
 from fp8pass.report.report import Report
 
 VOCABULARY, CONTEXT, BATCH, WIDTH, LAYERS, HEADS = 256, 128, 16, 256, 4, 4
@@ -186,7 +188,7 @@ def new_run(name: str, device: str, recipe: Any = None, dtype: torch.dtype = tor
     options = {"recipe": recipe, "min_speedup": 0}  # a model this small is for looking at losses, not at speed
     # Op by op, because validation is too short to pay for compiling more kernels.
     evaluate = torch.compile(model, backend="fp8pass", options={**options, "lowering": "eager"})
-    return Run(name, trained, evaluate, optimizer, fp8pass.train_step(**options)(train_step), dtype)
+    return Run(name, trained, evaluate, optimizer, training_step.train_step(**options)(train_step), dtype)
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -212,7 +214,7 @@ def explain(recipe: str, device: str, text: Text, dtype: torch.dtype) -> Report:
     model = GPT().to(device)
     tokens, _ = text.batch(torch.Generator().manual_seed(0), device)
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        return fp8pass.explain(model, tokens, config=fp8pass.Config(recipe=recipe, min_speedup=0))
+        return explainer.explain(model, tokens, config=Config(recipe=recipe, min_speedup=0))
 
 
 def multiplies_bf16() -> tuple[bool, str]:
