@@ -22,8 +22,8 @@ from typing import Any
 from rooms import ROOT, between_rooms, circles, modules, room_of
 
 FEATURES = {
-    "weight cache": r"[Cc]ached_?[Ww]eight|weight_cache|[Ff]p8_?[Ww]eight|\.cached\b",
-    "monitor": r"[Mm]onitor|[Ww]atch(Table|_operand|_cached|ed)",
+    "weight cache": r"[Cc]ached_?[Ww]eight|weight_cache|fp8_weight|\.cached\b",
+    "monitor": r"[Mm]onitor|[Ww]atch(Table|_operand|_cached|_gradient)|\b(WATCHED|Watched)\b",
     "moments": r"[Mm]oment",
     "amax reduction": r"amax_reduction|[Rr]educer|\.reduc(es|tion)\b",
     "save_fp8": r"save_fp8|SaveFp8",

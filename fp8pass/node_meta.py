@@ -1,11 +1,17 @@
 """Keys under which passes and the builder leave notes in `node.meta`."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 MADE_BY = "fp8pass"
 """On a node that a pass made; the value is the pass's name."""
 KIND = "fp8pass_kind"
 """On a matmul of a graph that somebody else traced: which product of its layer it is, see `recipes.Kind`."""
 IS_STATE = "fp8pass_is_state"
 """On an input that a pass has added, and on parts of it: they hold state, the user's code does not know them."""
+QUANTIZED = "fp8pass_quantized"
+"""On a quantizing node of the annotated graph: what each quantizer in its arguments quantizes, see `Quantized`."""
 PIECE = "fp8pass_piece"
 """On the nodes of Dynamo's graph: the number of the part, such as a layer, that is compiled as a separate function."""
 SAVED = "fp8pass_saved"
@@ -36,3 +42,12 @@ ENABLED = "fp8pass_enabled"
 """In `node.meta["custom"]`, on nodes of Dynamo's graph within `fp8pass.autocast`: whether FP8 is enabled there."""
 RECIPE = "fp8pass_recipe"
 """In `node.meta["custom"]`, next to `ENABLED`: the recipe that holds there, if one was given."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor that a quantizer quantizes. name: of its slot; role: in its matmul; source: the matmul's source line."""
+
+    name: str
+    role: str
+    source: str

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.states.checkpoint import State
 from fp8pass.states.model_state import state as state_of
@@ -175,38 +174,20 @@ def _fp8_state() -> Undo:
 def _instance_state(state: InstanceState) -> Undo:
     made_again = ("held_on_device", "recompute_buffers", "derived")  # at the next call
     # the references of `owned` append to the list `gone`: a copy of it would never hear that a tensor is gone
-    constant = ("table", "owned", "gone", "tensors", "relatives", "neighbours", *made_again)
-    values = {f.name: _shallow(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
+    constant = ("table", "owned", "gone", "tensors", "relatives", "neighbours", "counted", *made_again)
+    values = {f.name: copy.copy(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
     tensors, relatives = SlotTensors(*(t.clone() for t in state.tensors)), list(state.relatives)
-    neighbours, undo_monitor = list(state.neighbours), _monitor_buffer(state.monitor_buffer)
+    neighbours, counted = list(state.neighbours), state.counted
+    restore_counted = counted.saved() if counted is not None else lambda: None
 
     def undo() -> None:
-        undo_monitor()
+        restore_counted()
         for t, saved in zip(state.tensors, tensors, strict=True):
             t.copy_(saved)
         for name, value in values.items():
-            setattr(state, name, _shallow(value))
+            setattr(state, name, copy.copy(value))
+        state.counted = counted
         state.relate(relatives, neighbours)
         state.forget_copies()
-
-    return undo
-
-
-def _shallow(value: Any) -> Any:
-    """Return a shallow copy; of the monitor's buffer, which `_monitor_buffer` saves, the buffer itself."""
-    return value if isinstance(value, MonitorBuffer) else copy.copy(value)
-
-
-def _monitor_buffer(buffer: MonitorBuffer | None) -> Undo:
-    """Save what the numerics monitor has counted. Its tensors keep their addresses, as in training."""
-    if buffer is None:
-        return lambda: None
-    tensors, counts = (buffer.forward, buffer.backward, buffer.past), buffer.counts()
-    saved = [t.clone() for t in tensors]
-
-    def undo() -> None:
-        buffer.set_counts(counts)
-        for t, value in zip(tensors, saved, strict=True):
-            t.copy_(value)
 
     return undo

@@ -180,7 +180,7 @@ def is_watched(model: Any) -> bool:
 
 def _watched(module: Any) -> list[tuple[InstanceState, MonitorBuffer]]:
     mine = [state for state in registry.states() if usual_name(module, state, "") is not None]
-    return [(state, state.monitor_buffer) for state in mine if state.monitor_buffer is not None]
+    return [(state, state.counted) for state in mine if state.counted is not None]
 
 
 def _rows(module: Any, state: InstanceState, monitor_buffer: MonitorBuffer, since: int) -> Iterator[SlotStats]:

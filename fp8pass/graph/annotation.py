@@ -20,7 +20,6 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Saved
 from fp8pass.node_meta import IS_STATE, SAVED_RESULT
 from fp8pass.quant import ops
-from fp8pass.quant.monitor_ops import watch_cached, watch_operand
 from fp8pass.recipes import Recipe
 from fp8pass.states.slots import SlotTable
 
@@ -196,7 +195,7 @@ class _Eager(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CHECKPOINT:
             return self._checkpoint(*args, **kwargs)
-        if not self.record and target in (watch_operand, watch_cached):
+        if not self.record and getattr(target, "is_in_forward_only", False):
             return None
         if not self.record and target in _QUANTIZE:  # gradients are quantized in backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]

@@ -27,7 +27,7 @@ class Call:
 
     states: the instance's state for each slot table. slots: the tensors that the graph reads and writes in this call,
     for each state. repeats: True if a backward runs the forward again, or if the call belongs to no step.
-    is_counted: True if the numerics monitor has counted the forward that the call repeats.
+    is_counted: True if the forward that the call repeats has been counted, by inputs that count.
     """
 
     args: Sequence[Any]

@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from fp8pass._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
 from fp8pass.graph.annotation import Annotation, copy_to_edit, is_state_input
 from fp8pass.quant import ops
-from fp8pass.quant.monitor_ops import watch_cached, watch_gradient, watch_operand
 
 CompileBody = Callable[[str, fx.GraphModule, list[Any]], Callable[..., Any]]
 """Compiles a function, from its name, its graph and examples of its inputs."""
@@ -73,22 +72,18 @@ class _InHighPrecision(fx.Interpreter):
     """Runs a function without quantizing: faster, and its results have the same shapes, strides and dtypes."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return args[0] if target in _LIKE_FIRST else super().call_function(target, args, kwargs)
+        return args[0] if _is_like_first(target) else super().call_function(target, args, kwargs)
 
 
-_LIKE_FIRST = frozenset(
-    {ops.qdq_operand, ops.qdq_no_grad, ops.qdq_gradient, ops.select_gradients, ops.cached_operand}
-    | {ops.handed_over}
-    | {watch_operand, watch_cached, watch_gradient}
-)
-"""Functions whose result is like their first argument. Only matmuls read what they quantize."""
+def _is_like_first(target: object) -> bool:
+    return getattr(target, "is_like_first", False)
 
 
 def without_quantizing(function: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
     """Return a copy of a function that does not quantize, and its inputs: those of `function` without the state."""
     module = copy_to_edit(function)
     for part in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
-        for node in [n for n in part.graph.nodes if n.target in _LIKE_FIRST]:
+        for node in [n for n in part.graph.nodes if _is_like_first(n.target)]:
             node.replace_all_uses_with(node.args[0])
             part.graph.erase_node(node)
         part.recompile()

@@ -345,33 +345,39 @@ class Config(Checked):
         assert self.recipe is None or isinstance(self.recipe, Recipe)
         return self.recipe, ""
 
+    def disabled(self, recipe: Plan | Schedule) -> Config:
+        """Return the options of code that quantizes nothing, where `recipe` would apply if it did."""
+        return replace(self, recipe=Disabled(recipe), monitor=False)  # nothing is quantized: nothing to monitor
+
     @property
     def varies(self) -> bool:
         """True if steps differ in what is compiled for them: by a schedule, or a monitor that skips steps."""
         return isinstance(self.recipe, Schedule) or (bool(self.monitor) and self.monitor_interval > 1)
 
-    def at_step(self, step: int) -> Config:
+    def at_step(self, step: int, trains: bool = True) -> Config:
         """Return the configuration of one step: without a schedule, and with the monitor on or off.
 
         Args:
             step: Number of the step, counted from 0.
+            trains: False for a graph without gradients, in which the monitor counts nothing.
         """
-        begin, counts = self.variant(step)
+        begin, counts = self.variant(step, trains)
         recipe = self.recipe.at(begin) if isinstance(self.recipe, Schedule) else self.recipe
         # With an interval of 1, the result does not vary any more.
         return replace(self, recipe=recipe, monitor=self.monitor if counts else False, monitor_interval=1)
 
-    def variant(self, step: int) -> tuple[int, bool]:
+    def variant(self, step: int, trains: bool = True) -> tuple[int, bool]:
         """Return a key that is equal for steps that are compiled alike.
 
         Args:
             step: Number of the step, counted from 0.
+            trains: As for `at_step`.
 
         Returns:
             (the step at which the schedule's phase begins, 0 without a schedule; whether the monitor is on).
         """
         begin = self.recipe.begin_of(step) if isinstance(self.recipe, Schedule) else 0
-        return begin, bool(self.monitor) and step % self.monitor_interval == 0
+        return begin, trains and bool(self.monitor) and step % self.monitor_interval == 0
 
     def cache_key(self) -> str:
         """Return a key for torch's caches, of the options that passes on the joint graph read.

@@ -110,5 +110,4 @@ def _applied(config: Config, enabled: bool, recipe: Plan | Schedule) -> Config:
     recipe = configured if recipe is None else recipe  # type: ignore[assignment]
     if enabled:
         return replace(config, recipe=recipe)
-    # nothing is quantized, so there is nothing to monitor
-    return replace(config, recipe=Disabled(recipe), monitor=False)
+    return config.disabled(recipe)

@@ -8,6 +8,7 @@ device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
+from fp8pass.node_meta import Quantized
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import part_of
 
@@ -140,12 +142,16 @@ def _record(x: Tensor, quantizer: Any, numerics: Tensor, index: int, *state: Ten
     numerics.copy_(record_numerics(numerics, new, index))
 
 
+@ops.in_forward_only
+@ops.like_first
 @torch.no_grad()
 def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: int, *state: Tensor) -> None:
     """Count the effects of `quantizer(x, *state)` in row `index` of `numerics` f32[T, 13], in place."""
     _record(x, quantizer, numerics, index, *state)
 
 
+@ops.in_forward_only
+@ops.like_first
 @torch.no_grad()
 def watch_cached(
     x: Tensor, quantizer: ops.Cacheable, numerics: Tensor, index: int, scales: Tensor, *copies: Tensor
@@ -157,6 +163,7 @@ def watch_cached(
     numerics.copy_(record_numerics(numerics, numerics_of(part_of(x), scale, x_q), index))
 
 
+@ops.like_first
 def watch_gradient(
     y: Tensor, quantizers: tuple[ops.Quantizer, ...], numerics: Tensor, indices: tuple[int, ...], *state: Tensor
 ) -> Tensor:
@@ -186,19 +193,6 @@ class _WatchGradient(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A monitored tensor. name: of its slot; role: in its matmul; source: the user's source line of the matmul."""
-
-    name: str
-    role: str
-    source: str
-
-
-WATCHED = "fp8pass_watched"
-"""Key in the meta of a quantizing node of the annotated graph: the `Watched` of each quantizer in its arguments."""
-
-
-@dataclass(frozen=True)
 class WatchTable:
     """The monitored tensors of one graph: those of the forward in its order, then gradients, in that order too.
 
@@ -206,7 +200,7 @@ class WatchTable:
     activations above which to warn; None for no warning.
     """
 
-    watched: tuple[Watched, ...]
+    watched: tuple[Quantized, ...]
     n_forward: int
     device: torch.device
     steps: int
@@ -256,16 +250,21 @@ class MonitorBuffer:
         self.steps.append(step)
         self.called.append(clock)
 
-    def counts(self) -> tuple[int, list[int], list[int]]:
-        """Return the number of steps that have ended, the steps that are kept, and when each of these began."""
-        return self._count, list(self.steps), list(self.called)
+    def saved(self) -> Callable[[], None]:
+        """Return a function that restores the statistics as they are now, in tensors that keep their addresses."""
+        count, steps, called = self._count, list(self.steps), list(self.called)
+        tensors = self.forward, self.backward, self.past
+        values = [t.clone() for t in tensors]
 
-    def set_counts(self, counts: tuple[int, list[int], list[int]]) -> None:
-        """Set what `counts` returns."""
-        self._count, steps, called = counts
-        for kept, values in ((self.steps, steps), (self.called, called)):
-            kept.clear()
-            kept.extend(values)
+        def restore() -> None:
+            self._count = count
+            for kept, before in ((self.steps, steps), (self.called, called)):
+                kept.clear()
+                kept.extend(before)
+            for t, value in zip(tensors, values, strict=True):
+                t.copy_(value)
+
+        return restore
 
     def inputs(self, repeats: bool = False) -> list[Tensor]:
         """Return the graph's inputs. repeats: True if a backward runs the forward again, which is counted already."""

@@ -5,13 +5,14 @@ A program that `torch.export` saved names the ops, and loads after `import fp8pa
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
 import torch
 
-_MODULES = ("ops", "kernel_ops", "grouped", "monitor_ops")
-"""The files of this folder that define custom ops."""
+_MODULES = tuple(f"fp8pass.quant.{file}" for file in ("ops", "kernel_ops", "grouped", "monitor_ops"))
+"""The files that define custom ops."""
 
 
 class _Ops(type(torch.ops.aten)):  # type: ignore[misc]
@@ -25,9 +26,16 @@ class _Ops(type(torch.ops.aten)):  # type: ignore[misc]
         except AttributeError:
             if name.startswith("__"):  # Python and debuggers ask any module for such names
                 raise
+        if any(map(_is_being_imported, _MODULES)):  # torch asks, before it registers an op that one of them defines
+            raise AttributeError(name)
         for module in _MODULES:
-            import_module(f"fp8pass.quant.{module}")
+            import_module(module)
         return super().__getattr__(name)
+
+
+def _is_being_imported(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and getattr(module.__spec__, "_initializing", False)
 
 
 def install() -> None:

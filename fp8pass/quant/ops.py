@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,12 +35,26 @@ from fp8pass.recipes import (
     scale_of,
 )
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def like_first(function: Function) -> Function:
+    """Mark a function whose result is like its first argument: only matmuls read what it quantizes."""
+    function.is_like_first = True  # type: ignore[attr-defined]
+    return function
+
+
+def in_forward_only(function: Function) -> Function:
+    """Mark a function that a repeated forward leaves out, because it has done its work in the first."""
+    function.is_in_forward_only = True  # type: ignore[attr-defined]
+    return function
+
 
 class SlotTensors(NamedTuple):
     """The state of delayed scaling for the T slots of one graph. All tensors are mutated in place.
 
     The first F slots belong to tensors quantized in the forward, the next W to weights whose FP8 copies are cached
-    (`weight_cache.py`), the other T - F - W to gradients.
+    between updates, the other T - F - W to gradients.
 
         scale               f32[T]       0 until the slot has an amax
         amax_history        f32[H, T]    newest at row 0
@@ -590,6 +604,7 @@ class _GradQDQ(torch.autograd.Function):
         return quantized(grads[0], ctx.quantizer, *ctx.state), None, *[None] * len(ctx.state)
 
 
+@like_first
 def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     """Quantize and dequantize `x`; the gradient passes straight through."""
     return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
@@ -612,6 +627,7 @@ def differentiated_as(y: Tensor, other: Tensor) -> Tensor:
     return _DifferentiatedAs.apply(y.detach(), other)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@like_first
 def cached_operand(x: Tensor, quantizer: Cacheable, *state: Tensor) -> Tensor:
     """Return `x`, a weight, dequantized from its FP8 copy: `qdq_operand` for a weight quantized when it last changed.
 
@@ -634,21 +650,25 @@ def quantize_once(x: Tensor, quantizer: Delayed | Dynamic, transposed: bool, *st
     return (scale_inv, rows, rows.t().contiguous()) if transposed else (scale_inv, rows)
 
 
+@like_first
 def handed_over(x: Tensor, scale_inv: Tensor, *copies: Tensor) -> Tensor:
     """Return `x` dequantized from the result of `quantize_once`; the gradient passes straight through."""
     return _HandedOver.apply(x, scale_inv, *copies)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@like_first
 def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     """Return `y`; quantize and dequantize its gradient."""
     return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@like_first
 def qdq_no_grad(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
     """Quantize and dequantize `x`, or leave it as it is if `quantizer` is None; no gradient passes."""
     return x.detach() if quantizer is None else quantized(x.detach(), quantizer, *state)
 
 
+@like_first
 def select_gradients(
     y: Tensor, y_a: Tensor, y_b: Tensor, grad_a: Quantizer | None, grad_b: Quantizer | None, *state: Tensor
 ) -> Tensor:

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -170,7 +170,8 @@ class CompiledGraph:
 
     def compile(self, compile_with: Callable[[Config], Compilation]) -> None:
         """Compile for the first step with the setting of this thread."""
-        variant = Variant(current_setting(), self._phase(self.config, 0) if self.config.varies else None)
+        config = self.config
+        variant = Variant(current_setting(), config.variant(0, self._trains) if config.varies else None)
         self._add(variant, compile_with(self._config_at(variant, 0)))
 
     def __call__(self, *args: Any) -> Any:
@@ -198,7 +199,7 @@ class CompiledGraph:
         variant, step = USUAL if setting is None else Variant(setting, None), 0
         if config.varies:
             step = self._step(owned, region, how, forward)
-            variant = Variant(setting, self._phase(config, step))
+            variant = Variant(setting, config.variant(step, self._trains))
         if how is Pass.REPEATED:
             kind, region = Kind.REPEATED if forward is None or forward.is_of_step else Kind.SHAPES, None
         elif (region is not None or torch.is_grad_enabled()) and is_shape_inference():
@@ -240,10 +241,6 @@ class CompiledGraph:
     def _config_of(self, setting: Setting | None) -> Config:
         return self._config if setting is None else setting.applied(self._config)
 
-    def _phase(self, config: Config, step: int) -> Hashable:
-        begin, is_monitored = config.variant(step)
-        return begin, is_monitored and self._trains  # without gradients the monitor counts nothing
-
     def _compilation(self, variant: Variant, step: int) -> Compilation:
         known = self._compilations.get(variant)
         return known or self._compiled(variant, step)
@@ -265,9 +262,7 @@ class CompiledGraph:
 
     def _config_at(self, variant: Variant, step: int) -> Config:
         config = self._config_of(variant.setting)
-        if not config.varies:
-            return config
-        return config.at_step(step) if self._trains else replace(config, monitor=False).at_step(step)
+        return config.at_step(step, self._trains) if config.varies else config
 
     def _run(self, compilation: Compilation, call: _Call) -> Any:
         annotation = compilation.annotation

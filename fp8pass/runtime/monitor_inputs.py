@@ -37,9 +37,10 @@ class MonitorInput:
 
     def _inputs(self, call: Call) -> list[Tensor]:
         counter = registry.of(self.counter, call.owned)
-        if counter.monitor_buffer is None:
-            counter.monitor_buffer = MonitorBuffer(self.table)
+        if counter.counted is None:
+            counter.counted = MonitorBuffer(self.table)
+        buffer: MonitorBuffer = counter.counted
         if not call.is_counted:
             begin_step(counter)
-            counter.monitor_buffer.begin(registry.step_of(call.owned) - 1, now())
-        return counter.monitor_buffer.inputs(call.is_counted)
+            buffer.begin(registry.step_of(call.owned) - 1, now())
+        return buffer.inputs(call.is_counted)

@@ -20,7 +20,6 @@ from torch import Tensor
 from fp8pass import scaling
 from fp8pass.options.config import Reduction
 from fp8pass.quant import ops
-from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.recipes import DelayedScaling, StaticScaling, next_scale_of
 from fp8pass.states.reduction_state import ReductionState
@@ -114,7 +113,7 @@ class SlotTable:
 class InstanceState:
     """The state of one instance for one slot table: owns the tensors.
 
-    Only this file writes the fields, except `derived` and `monitor_buffer`.
+    Only this file writes the fields, except `derived` and `counted`.
     """
 
     table: SlotTable
@@ -146,8 +145,8 @@ class InstanceState:
     """The buffers that `for_repetition` returns; None until it is called."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """What inputs of graphs compute from the tensors and the parameters, by keys of their own."""
-    monitor_buffer: MonitorBuffer | None = None
-    """The counts of the numerics monitor; only in the state of a table without slots."""
+    counted: Any = None
+    """What a graph counts for the instance, with a method `saved`; only in the state of a table without slots."""
 
     @property
     def reduces(self) -> Reduction | None:

@@ -22,13 +22,13 @@ from torch import fx
 
 from fp8pass.graph.annotation import CHECKPOINT, Annotation
 from fp8pass.graph.pass_base import DynamoContext
-from fp8pass.node_meta import PIECE
+from fp8pass.node_meta import PIECE, QUANTIZED
 from fp8pass.options.config import Config
 from fp8pass.passes.common.divide_state import Division, PieceNumber, PieceOf
 from fp8pass.passes.common.regions import Region
 from fp8pass.passes.common.state_inputs import add_input, thread
 from fp8pass.quant import monitor_ops, ops
-from fp8pass.quant.monitor_ops import WATCHED, WatchTable
+from fp8pass.quant.monitor_ops import WatchTable
 from fp8pass.runtime.monitor_inputs import MonitorInput
 from fp8pass.states.slots import SlotKind, SlotTable
 
@@ -63,13 +63,13 @@ def _watch(annotation: Annotation, config: Config) -> int:
     backward = [(p, n) for p, n in found if n.target in BACKWARD]
     if not found:
         return 0
-    watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
+    watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[QUANTIZED])
     device = found[0][1].meta["example_value"].device
     table = WatchTable(watched, len(forward), device, config.monitor_steps, config.monitor_kurtosis)
     counter = SlotTable.counter(annotation.owned_paths, table.code)
     piece_of = PieceOf(module.graph, [region for _, region in parts if region is not None])
     rows: list[tuple[SlotKind, PieceNumber]] = [("forward", piece_of(node)) for _, node in forward]
-    rows += [("gradient", piece_of(node)) for _, node in backward for _ in node.meta[WATCHED]]
+    rows += [("gradient", piece_of(node)) for _, node in backward for _ in node.meta[QUANTIZED]]
     division = Division(rows, dim=0)
     tables = {
         name: add_input(module.graph, annotation.inputs, MonitorInput(name, table, counter, name == INPUTS[1]))
@@ -80,7 +80,7 @@ def _watch(annotation: Annotation, config: Config) -> int:
     for part, node in (*forward, *backward):
         watch, name, kind = _FORWARD if node.target in FORWARD else _BACKWARD
         watch(node, inputs[part, piece_of(node)][name], row - division.first(kind, piece_of(node))[1])
-        row += len(node.meta[WATCHED])
+        row += len(node.meta[QUANTIZED])
     return len(watched)
 
 
@@ -98,9 +98,9 @@ def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | No
 def _watches(node: fx.Node, config: Config) -> bool:
     if node.target not in FORWARD and node.target not in BACKWARD:
         return False
-    if WATCHED not in node.meta:  # a user's `in_qdq` or `out_qdq`, which has no slot to count under
+    if QUANTIZED not in node.meta:  # a user's `in_qdq` or `out_qdq`, which has no slot to count under
         return False
-    return any(config.monitors(w.name) for w in node.meta[WATCHED]) and not any(
+    return any(config.monitors(w.name) for w in node.meta[QUANTIZED]) and not any(
         isinstance(a, ops.Observe) for a in node.args
     )
 
@@ -141,7 +141,7 @@ def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
     with node.graph.inserting_after(node):  # so that the backward counts the gradient before `node` quantizes it
         args = (node, tuple(quantizers), counted, indices, *state)
         new = node.graph.call_function(monitor_ops.watch_gradient, args)
-    new.meta.update({k: v for k, v in node.meta.items() if k != WATCHED})
+    new.meta.update({k: v for k, v in node.meta.items() if k != QUANTIZED})
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 

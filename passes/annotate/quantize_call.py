@@ -17,14 +17,13 @@ from torch.distributed.tensor import DTensor
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.node_meta import GATHERED, PIECE
+from fp8pass.node_meta import GATHERED, PIECE, QUANTIZED, Quantized
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers, with_weight_of_now
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import Slot, Weight
 from fp8pass.quant import ops, sharded
-from fp8pass.quant.monitor_ops import WATCHED, Watched
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import FACTORS, KINDS, Kind, Role
 
@@ -259,10 +258,10 @@ class QuantizeCall:
     def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
         """Add a call with quantizers among its arguments; give each quantizer that has state a slot."""
         node, walk = self._call(how, args, like), self.walk
-        watched = []
+        tensors = []
         for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
             name = walk.names.slot(self.choice.name, role)
-            watched.append(Watched(name, role, self.choice.source))
+            tensors.append(Quantized(name, role, self.choice.source))
             if not isinstance(quantizer, ops.Stateful):
                 continue
             # a parameter has one slot wherever it is read; an activation may be a different tensor at each line
@@ -271,7 +270,7 @@ class QuantizeCall:
                 # an unmerged call at the same line has other scales, and must not share the state
                 line += " merged"
             walk.slots.append(Slot(name, role, self.anchor, line, quantizer, node))
-        node.meta[WATCHED] = watched
+        node.meta[QUANTIZED] = tensors
         if walk.names.is_gathered(like):  # in "custom", which AOTAutograd copies to the ATen nodes
             node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
         return node

@@ -34,7 +34,7 @@ from torch import Tensor, fx
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verdict import Saved
 from fp8pass.names import short, source_of
-from fp8pass.node_meta import PIECE, SAVED_FP8, SAVED_RESULT
+from fp8pass.node_meta import PIECE, QUANTIZED, SAVED_FP8, SAVED_RESULT, Quantized
 from fp8pass.options import overrides
 from fp8pass.options.setting import within
 from fp8pass.passes.annotate.check import for_instance
@@ -53,7 +53,6 @@ from fp8pass.passes.common.repeatable_ops import (
 )
 from fp8pass.passes.common.state_inputs import Slot
 from fp8pass.quant import ops
-from fp8pass.quant.monitor_ops import WATCHED, Watched
 from fp8pass.recipes import Calibration, Recipe, RowwiseScaling, StaticScaling
 
 LIMITS = {
@@ -96,17 +95,17 @@ def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
     for operand in walk.graph.find_nodes(op="call_function", target=ops.qdq_operand):
         if (result := result_of(operand, found)) is None:
             continue
-        watched, value, quantizer = operand.meta[WATCHED][0], value_of(result), operand.args[1]
-        name = re.sub(rf"\.{watched.role}(_\d+)?$", "", watched.name)
-        if watched.role != "input" or not walk.config.saves(name):
+        quantized, value, quantizer = operand.meta[QUANTIZED][0], value_of(result), operand.args[1]
+        name = re.sub(rf"\.{quantized.role}(_\d+)?$", "", quantized.name)
+        if quantized.role != "input" or not walk.config.saves(name):
             continue
-        if _is_tried_otherwise(name, watched.source, quantizer.recipe):
+        if _is_tried_otherwise(name, quantized.source, quantizer.recipe):
             continue
         for node, part in ((result, "op"), (operand, "quantize")):
             node.meta["custom"] = {**(node.meta.get("custom") or {}), SAVED_RESULT: part}
         size = _known(value.numel()) * value.element_size()
         how: Any = {"scaling": quantizer.recipe.name, "status": "in FP8", "bytes": size}
-        yield Saved(name, _shape(result), short(value.dtype), watched.source, **how)
+        yield Saved(name, _shape(result), short(value.dtype), quantized.source, **how)
 
 
 def result_of(operand: fx.Node, candidates: Candidates) -> fx.Node | None:
@@ -377,7 +376,7 @@ class _Rewriter:
                 quantize = self.graph.call_function(ops.qdq_operand, (node, quantizer))
             quantize.meta.update({**node.meta, **({} if piece is None else {PIECE: piece})})
             slot = self.walk.names.slot(verdict.name, "saved")
-            quantize.meta[WATCHED] = [Watched(slot, "saved", verdict.source)]
+            quantize.meta[QUANTIZED] = [Quantized(slot, "saved", verdict.source)]
             if isinstance(quantizer, ops.Stateful):
                 self.walk.slots.append(Slot(slot, "saved", -1, verdict.source, quantizer, quantize))
             verdict.bytes -= size
@@ -426,7 +425,7 @@ class _Rewriter:
         quantizer: Any = operand.args[1]
         with self.graph.inserting_after(operand):
             other = self.graph.call_function(ops.qdq_as, (node_copy, node, quantizer))
-        other.meta.update({key: value for key, value in operand.meta.items() if key != WATCHED})
+        other.meta.update({key: value for key, value in operand.meta.items() if key != QUANTIZED})
         for slot in (slot for slot in self.walk.slots if slot.node is operand):
             slot.also.append(other)
         for product in list(operand.users):
@@ -445,7 +444,7 @@ class _Rewriter:
         elif for_gradients:
             with self.graph.inserting_after(operand):
                 other = self.graph.node_copy(operand, lambda n: copy if n is node else n)
-            other.meta.pop(WATCHED, None)
+            other.meta.pop(QUANTIZED, None)
             for product in for_gradients:
                 product.replace_input_with(operand, other)
 

@@ -265,7 +265,7 @@ def rewrite_all(graph: fx.Graph, context: Context, made_by: str) -> int:
     context.notes += notes
     if applied:
         sizes = f", {after / 1e6:.3g} MB instead of {before / 1e6:.3g} MB" if before else ""
-        context.notes.append(f"{applied} collectives bring FP8{sizes}")
+        context.notes.append(f"{applied} collectives send FP8{sizes}")
     return applied
 
 

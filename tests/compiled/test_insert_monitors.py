@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.quant.monitor_ops import MonitorBuffer, Watched, WatchTable
+from fp8pass.node_meta import Quantized
+from fp8pass.quant.monitor_ops import MonitorBuffer, WatchTable
 from tests.helpers.harness import compiled, verdicts
 from tests.helpers.insert_monitors import RECIPES, linear, trained
 from tests.helpers.models import Parts, batches, make
@@ -150,7 +151,7 @@ def test_copies_of_weights_are_watched_too() -> None:
 def test_the_ring_keeps_the_newest_steps() -> None:
     _, found = trained("a.input", lowering="eager", steps=6, monitor_steps=2)
     assert [row.step for row in found.rows] == [3, 4, 5]
-    monitor_buffer = MonitorBuffer(WatchTable((Watched("a", "input", ""),), 1, torch.device("cpu"), 2))
+    monitor_buffer = MonitorBuffer(WatchTable((Quantized("a", "input", ""),), 1, torch.device("cpu"), 2))
     for step in range(5):
         monitor_buffer.begin(step, step)
         monitor_buffer.begin(step, step)  # the monitor goes on after the saved step

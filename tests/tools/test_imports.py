@@ -185,7 +185,7 @@ OFF = [
     "fsdp",
     "inspect",
     "integrations",
-    "lowering.updates",
+    "lowering.update_compiler",
     "report.graph_view",
     "report.html",
     "report.table",

@@ -11,8 +11,9 @@ from torch import nn
 
 import fp8pass
 from fp8pass.graph.annotation import Annotation
+from fp8pass.node_meta import Quantized
 from fp8pass.quant import monitor_ops
-from fp8pass.quant.monitor_ops import Watched, WatchTable
+from fp8pass.quant.monitor_ops import WatchTable
 from fp8pass.runtime.monitor_inputs import MonitorInput
 from tests.helpers import oracle
 from tests.helpers.annotate import annotation
@@ -113,7 +114,7 @@ watch_gradient: "f32[16, 64]" = fp8pass_quant_monitor_ops_watch_gradient(qdq_gra
 return (watch_gradient,)
 """,
     )
-    names = [Watched(f"weight.{role}", role, "") for role in ("input", "weight", "grad_output")]
+    names = [Quantized(f"weight.{role}", role, "") for role in ("input", "weight", "grad_output")]
     assert [i.table for i in watched.inputs if isinstance(i, MonitorInput)] == 2 * [
         WatchTable(tuple(names), 2, torch.device("cpu"), 7)
     ]
