@@ -96,7 +96,7 @@ def _of_file(path: str, base: Target) -> Target:
     target = machine_file.load_machine(path)
     if target.capability != base.capability:
         raise ValueError(
-            f"machine={path!r} describes a {target.name}, {target.sm}, and this GPU is {base.name}, {base.sm}: write "
+            f"machine={path!r} describes {target.name}, {target.sm}, and this GPU is {base.name}, {base.sm}: write "
             "its file with `fp8pass machine`"
         )
     return target

@@ -224,7 +224,10 @@ def test_a_machine_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("FP8PASS_MACHINE", str(file))
     with there(tmp_path, "rtx4090") as gpu:
         assert on_machine(make_config(), CUDA).target == mine and gpu.measured == 0
-    with there(tmp_path, "h200"), pytest.raises(ValueError, match="is of mine, sm_89, and this GPU is h200, sm_90: wr"):
+    with (
+        there(tmp_path, "h200"),
+        pytest.raises(ValueError, match="describes mine, sm_89, and this GPU is h200, sm_90: wr"),
+    ):
         on_machine(make_config(), CUDA)
     for wrong, why in {
         str(tmp_path / "gone.json"): r"machine='.*gone.json': 'measured' or 'published', or the path of a file that",
@@ -557,7 +560,7 @@ def test_the_environment_is_told_with_a_wrong_machine_file(
     monkeypatch.setenv("FP8PASS_MACHINE", str(tmp_path / "mine.json"))
     with there(tmp_path, "gb10", available=True):
         assert main(["env"]) == 0
-    assert re.search("figures +published, for machine='a path' is of h200, sm_90", capsys.readouterr().out)
+    assert re.search("figures +published, for machine='a path' describes h200, sm_90", capsys.readouterr().out)
 
 
 def test_a_command_writes_the_file_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
