@@ -356,7 +356,7 @@ def why_not(m: Match) -> str:
             return f"{node} is read as a matrix, and in another order"
     for node in (n for n in group.matrices if n not in group.arranged):
         if not _is_in_memory(node) and not _is_worth_writing(node, group):
-            return f"{node} is computed by a kernel that may as well quantize"
+            return f"{node} is computed by a kernel that can quantize it too"
         if not _can_be_read(node, group):
             return f"the rows of {node} do not lie as in a matrix"
     if any(u.target in (aten.copy_.default, aten.copy.default, WRITE) for n in group.replaced for u in n.users):

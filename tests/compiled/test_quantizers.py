@@ -174,7 +174,7 @@ def test_a_recipe_without_kernels_says_so_before_compiling_once(name: str) -> No
     warn_once.cache_clear()
     layer, x = nn.Linear(128, 128), torch.randn(128, 128)
     with pytest.warns(
-        UserWarning, match=f"{name} kernels exist on sm_.* not on cpu. .* right, and not faster"
+        UserWarning, match=f"{name} kernels exist on sm_.* not on cpu. .* correct, but not faster"
     ) as caught:
         compiled(layer.requires_grad_(False), recipe=name)(x)
     assert len([w for w in caught if "kernels exist" in str(w.message)]) == 1

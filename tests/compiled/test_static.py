@@ -134,7 +134,7 @@ def test_parts_of_a_model_that_is_not_known_say_so() -> None:
     other = make(Transformer, seed=9)
     other.layers[0][1].compile(backend="fp8pass", options={"recipe": StaticScaling(scales), "lowering": "eager"})
     with (
-        pytest.raises(fp8pass.Fp8Error, match=r"no scales were calibrated for up.input.* Calibrate the model"),
+        pytest.raises(fp8pass.Fp8Error, match=r"no scales were calibrated for up.input.* Calibrate the compiled model"),
         torch.no_grad(),
     ):
         other(xs[0])

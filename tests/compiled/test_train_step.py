@@ -133,7 +133,7 @@ def test_optimizers(name: str) -> None:
             assert (w.requantized, w.expected) == ((2, 2) if name in COMPILED else (5, 1))
         again = "2 weights were quantized again by separate kernels, up to 4 times" in str(step.report)
         assert again == bool(weights(model) and name in EAGER)
-        assert ("fused=True, say: use foreach=True" in str(step.report)) == again
+        assert ("because of fused=True? use foreach=True" in str(step.report)) == again
         return losses, everything(model, optimizer)
 
     assert_cached_as_uncached(scenario)
