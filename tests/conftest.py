@@ -22,7 +22,7 @@ from tests.helpers.torchrun import VARIANTS
 ORDER = ("ranks", "gpu_code", "tools", "inductor", "compiled", "passes")
 """The tiers, which are folders. Long tests run first, so that no worker runs one alone at the end."""
 BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
-    "passes": ((CompiledGraph, "_run"), "this test compiles: it belongs to tests/compiled"),
+    "passes": ((CompiledGraph, "_run_with_state"), "this test compiles: it belongs to tests/compiled"),
     "compiled": ((GraphLowering, "run"), "this test reaches Inductor: it belongs to tests/inductor"),
 }
 """For each tier, the function that its tests must not reach, and the message. This keeps the fast tier fast."""

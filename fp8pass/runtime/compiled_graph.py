@@ -265,12 +265,15 @@ class CompiledGraph:
         return config.at_step(step, self._trains) if config.varies else config
 
     def _run(self, compilation: Compilation, call: _Call) -> Any:
+        if compilation.annotation.has_state:
+            return self._run_with_state(compilation, call)
+        result = compilation.run(*call.args)
+        if call.region is not None:
+            call.region.remember(self._key(call.owned), _Forward(call.variant.setting, call.step))
+        return result
+
+    def _run_with_state(self, compilation: Compilation, call: _Call) -> Any:
         annotation = compilation.annotation
-        if not annotation.has_state:
-            result = compilation.run(*call.args)
-            if call.region is not None:
-                call.region.remember(self._key(call.owned), _Forward(call.variant.setting, call.step))
-            return result
         call.states = [registry.of(table, call.owned) for table in annotation.tables]
         call.slots = [state.tensors for state in call.states]
         row = _TABLE[call.kind]
