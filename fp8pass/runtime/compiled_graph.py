@@ -43,7 +43,7 @@ Run = Callable[..., Any]
 
 
 class Variant(NamedTuple):
-    """What tells the compilations of one graph apart. setting: the `autocast` around the call; None for none.
+    """A kind of call that a graph is compiled for. setting: the `autocast` around the call; None for none.
 
     phase: `Config.variant` of the call's step; None if all steps are alike.
     """
@@ -70,7 +70,7 @@ class Compilation:
     notes: Notes
     joins: Reduction | None = None
     cold_run: Run | None = None
-    """What `for_cold_slots` has returned; None until it is needed."""
+    """The function for cold slots; None until a call needs it."""
 
     def become(self, other: Compilation) -> None:
         """Run what `other` runs from the next call on; drop the state."""

@@ -144,9 +144,9 @@ class InstanceState:
     recompute_buffers: SlotTensors | None = None
     """The buffers that `for_repetition` returns; None until it is called."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
-    """What inputs of graphs compute from the tensors and the parameters, by keys of their own."""
+    """Tensors that graphs' inputs have computed from the state and the parameters; each input has its own key."""
     counted: Any = None
-    """What a graph counts for the instance, with a method `saved`; only in the state of a table without slots."""
+    """The statistics that a graph counts into, with a method `saved`; only in the state of a table without slots."""
 
     @property
     def reduces(self) -> Reduction | None:

@@ -1,4 +1,4 @@
-"""What a pass needs, from one place: graphs, contexts, refusals, patterns and FP8 formats.
+"""Export the names that a pass needs: graphs, contexts, refusals, patterns and FP8 formats.
 
 The contexts of updates and of graphs of other tracers are in `passes/update/context.py` and `passes/traced`.
 """
