@@ -90,8 +90,8 @@ def watch() -> None:
     CompiledGraph.__call__ = OURS.timed(CompiledGraph.__call__)  # type: ignore[method-assign]
     init: Any = Compilation.__init__
 
-    def timed_init(self: Compilation, annotation: Any, run: Callable[..., Any], *args: Any) -> None:
-        init(self, annotation, WRAPPERS.timed(run), *args)
+    def timed_init(self: Compilation, config: Any, annotation: Any, run: Callable[..., Any], *args: Any) -> None:
+        init(self, config, annotation, WRAPPERS.timed(run), *args)
 
     Compilation.__init__ = timed_init  # type: ignore[method-assign, assignment]
 

@@ -20,6 +20,7 @@ from fp8pass.lowering.graph_compiler import GraphCompiler
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
+from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import freezable, split_for_all_phases, warn_of_slow_matmuls, written
 from fp8pass.runtime.compiled_graph import CompiledGraph
@@ -127,11 +128,13 @@ def _compiled_graph(
 ) -> CompiledGraph:
     """Return the callable for a graph, compiled for the current `autocast`, unless its steps differ."""
     is_fake = first_call_is_fake()
-    compiler = GraphCompiler(module, example_inputs, is_reference, is_fake)
+    compiler = GraphCompiler(module, example_inputs, is_reference)
+    device = gpu_of(example_inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
     names = Names(placeholders).owned
     owned = {i: names[p] for i, p in enumerate(placeholders) if p in names}
-    graph = CompiledGraph(config, owned, _code(), compiler.compile_later, is_fake)
+    with_gpu = functools.partial(on_machine, device=device)
+    graph = CompiledGraph(config, owned, _code(), with_gpu, compiler.compile_later, is_fake)
     if graph.config.varies:
         with left_out("split_sizes", config, "a graph of Dynamo's"):
             split_for_all_phases(module, graph.config)  # now, while Dynamo takes guards

@@ -38,11 +38,11 @@ class Call:
     is_counted: bool = False
     _made: dict[int, Any] = field(default_factory=dict)
 
-    def once(self, owner: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned in this call at the first request for `owner`, which several inputs may share."""
+    def once(self, owner: object, make: Callable[[Call], T]) -> T:
+        """Return what `make` returned for this call at the first request for `owner`, which inputs may share."""
         key = id(owner)  # of an object that inputs hold; to hash a table or a weight takes longer
         if key not in self._made:
-            self._made[key] = make()
+            self._made[key] = make(self)
         made: T = self._made[key]
         return made
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass._torch import as_fakes, context_for_later, tracing
+from fp8pass._torch import as_fakes, context_for_later, first_call_is_fake, tracing
 from fp8pass.dump.writer import Dump
 from fp8pass.faults import Later, fall_back
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.attempt import Attempt
 from fp8pass.lowering.lower import lower
 from fp8pass.options.config import Config
-from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Disabled
 from fp8pass.runtime.compiled_graph import Compilation, Run
@@ -28,23 +27,18 @@ from fp8pass.runtime.weight_uses import Notes
 class GraphCompiler:
     """Compiles one graph of Dynamo's, with one configuration after another, in the modes of this moment.
 
-    is_reference: True to run the annotated graph eagerly. first_is_fake: True if DDPOptimizer calls the graph first.
+    is_reference: True to run the annotated graph eagerly.
     """
 
-    def __init__(
-        self, module: fx.GraphModule, example_inputs: Sequence[Any], is_reference: bool, first_is_fake: bool
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], is_reference: bool) -> None:
         self._module = module
         self._example_inputs = example_inputs
         self._is_reference = is_reference
-        self._first_is_fake = first_is_fake
-        self._device = gpu_of(example_inputs)
         self._context = context_for_later()
         self._modes = modes_of(example_inputs)
 
     def compile(self, config: Config) -> Compilation:
         """Compile with a configuration, while Dynamo compiles."""
-        config = on_machine(config, self._device)
         compilation = self._reference(config) if self._is_reference else self._with_fallback(config)
         self.forget_inputs()
         return compilation
@@ -63,7 +57,7 @@ class GraphCompiler:
 
     def _reference(self, config: Config) -> Compilation:
         annotation = annotated(self._module, config)
-        return Compilation(annotation, annotation.run, lambda: annotation.bootstrapped.run, Notes())
+        return Compilation(config, annotation, annotation.run, lambda: annotation.bootstrapped.run, Notes())
 
     def _with_fallback(self, config: Config) -> Compilation:
         compile_with = functools.partial(self._compile, config)
@@ -80,18 +74,14 @@ class GraphCompiler:
         example_inputs = self._example_inputs
         annotation = annotated(self._module, config, attempt, dump, lambda of: of.examples(example_inputs))
         examples = annotation.examples(example_inputs)
-
-        def exchange(other: Compilation) -> None:
-            compilation.become(other)
-
         again = functools.partial(self._compile_in_backward, config)
-        later = Later(again, attempt, config, dump, self._dump_of, exchange)
+        later = Later(again, attempt, config, dump, self._dump_of, lambda other: compilation.become(other))
         run = lower(annotation, examples, config, dump, attempt, later)
         # a call within `enabled(False)` does not say how the model trains
         notes = Notes([] if isinstance(config.recipe, Disabled) else annotation.weights)
-        joins = not annotation.tables and torch.is_grad_enabled() and not self._first_is_fake
+        joins = not annotation.tables and torch.is_grad_enabled() and not first_call_is_fake()
         cold = functools.partial(self._compile_for_cold_slots, config, annotation, attempt)
-        compilation = Compilation(annotation, run, cold, notes, config.reduction if joins else None)
+        compilation = Compilation(config, annotation, run, cold, notes, config.reduction if joins else None)
         return compilation, later
 
     def _compile_in_backward(self, config: Config, attempt: Attempt, dump: Dump) -> Compilation:

@@ -60,10 +60,12 @@ USUAL = Variant(None, None)
 class Compilation:
     """A graph as it is compiled with one configuration. run: takes the inputs of Dynamo's and those of `annotation`.
 
-    for_cold_slots: compiles it once more, for slots without history. notes: note how the graph quantizes weights.
-    joins: how ranks share amaxes, if other ranks' graphs may have slots though this one has none; else None.
+    config: the options of one step. for_cold_slots: compiles it once more, for slots without history. notes: note how
+    the graph quantizes weights. joins: how ranks share amaxes, if other ranks' graphs may have slots though this one
+    has none; else None.
     """
 
+    config: Config
     annotation: Annotation
     run: Run
     for_cold_slots: Callable[[], Run]
@@ -71,11 +73,13 @@ class Compilation:
     joins: Reduction | None = None
     cold_run: Run | None = None
     """The function for cold slots; None until a call needs it."""
+    replaced_by: Compilation | None = None
+    """What later calls run instead: a fault in the backward may replace the compilation."""
 
     def become(self, other: Compilation) -> None:
         """Run what `other` runs from the next call on; drop the state."""
         registry.drop(self.annotation.tables)
-        self.annotation, self.run, self.notes, self.joins = other.annotation, other.run, other.notes, other.joins
+        self.replaced_by = other  # one assignment: another thread may be about to call
 
 
 @dataclass
@@ -133,8 +137,9 @@ class CompiledGraph:
     """The compilations of one graph of Dynamo's, one for each `Variant` that it was called in.
 
     config: the options of the compiled code. owned: {position among Dynamo's inputs: path} of the instance's tensors.
-    code: the same for all graphs of a function, with gradients and without. compile_with: compiles the graph with other
-    options. first_is_fake: True if DDPOptimizer calls the graph first, on fake tensors.
+    code: the same for all graphs of a function, with gradients and without. on_machine: puts the GPU into options.
+    compile_with: compiles the graph with other options. first_is_fake: True if DDPOptimizer calls the graph first, on
+    fake tensors.
 
     The first step of an instance runs the annotated graph eagerly and scales each slot without history by the amax of
     its current tensor. That needs no second compilation, and leaves every slot that saw data with a history. If some
@@ -147,17 +152,21 @@ class CompiledGraph:
         config: Config,
         owned: Mapping[int, str],
         code: str,
+        on_machine: Callable[[Config], Config],
         compile_with: Callable[[Config], Compilation],
         first_is_fake: bool = False,
     ) -> None:
         self._config = config
         self._owned = tuple(owned)
         self._code = code
+        self._on_machine = on_machine
         self._compile_with = compile_with
         self._first_is_fake = first_is_fake
         self._counter = SlotTable.counter(tuple(owned.values()), code)
         """A table without slots, whose state counts the steps if they vary."""
         self._trains = torch.is_grad_enabled()
+        self._configs: dict[Setting | None, Config] = {}
+        """The options for each setting, in all steps: to make them takes long."""
         self._compilations: dict[Variant, Compilation] = {}
         self._usual: Compilation | None = None
         """The compilation for `USUAL`, once there is one."""
@@ -170,9 +179,9 @@ class CompiledGraph:
 
     def compile(self, compile_with: Callable[[Config], Compilation]) -> None:
         """Compile for the first step with the setting of this thread."""
-        config = self.config
-        variant = Variant(current_setting(), config.variant(0, self._trains) if config.varies else None)
-        self._add(variant, compile_with(self._config_at(variant, 0)))
+        setting = current_setting()
+        variant = self._variant(setting, 0)
+        self._add(variant, compile_with(self._config_at(setting, 0)))
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
@@ -181,6 +190,8 @@ class CompiledGraph:
             (first,) = self._compilations.values()
             return first.run(*first.annotation.examples(args))
         compilation, call = self._usual, None
+        if compilation is not None and compilation.replaced_by is not None:
+            compilation = compilation.replaced_by
         if compilation is None or compilation.annotation.has_state or any_entered():
             call = self._classified(args)
             compilation = self._compilation(call.variant, call.step)
@@ -195,11 +206,8 @@ class CompiledGraph:
         region, how = checkpointed_region() or (None, None)
         forward = region.next_forward(self._key(owned)) if region is not None and how is Pass.REPEATED else None
         setting = self._setting(region, how, forward) if any_entered() else None
-        config = self._config_of(setting)
-        variant, step = USUAL if setting is None else Variant(setting, None), 0
-        if config.varies:
-            step = self._step(owned, region, how, forward)
-            variant = Variant(setting, config.variant(step, self._trains))
+        step = self._step(owned, region, how, forward) if self._config_of(setting).varies else 0
+        variant = self._variant(setting, step)
         if how is Pass.REPEATED:
             kind, region = Kind.REPEATED if forward is None or forward.is_of_step else Kind.SHAPES, None
         elif (region is not None or torch.is_grad_enabled()) and is_shape_inference():
@@ -239,19 +247,28 @@ class CompiledGraph:
         return max(counter.tracker.steps - 1, 0) if forward is None else forward.step
 
     def _config_of(self, setting: Setting | None) -> Config:
-        return self._config if setting is None else setting.applied(self._config)
+        if setting not in self._configs:
+            self._configs[setting] = self._on_machine(
+                self._config if setting is None else setting.applied(self._config)
+            )
+        return self._configs[setting]
+
+    def _variant(self, setting: Setting | None, step: int) -> Variant:
+        config = self._config_of(setting)
+        if config.varies:
+            return Variant(setting, config.variant(step, self._trains))
+        return USUAL if setting is None else Variant(setting, None)
 
     def _compilation(self, variant: Variant, step: int) -> Compilation:
-        known = self._compilations.get(variant)
-        return known or self._compiled(variant, step)
+        known = self._compilations.get(variant) or self._compiled(variant, step)
+        return known.replaced_by or known
 
     def _compiled(self, variant: Variant, step: int) -> Compilation:
         with self._lock:
             if variant in self._compilations:
                 return self._compilations[variant]
-            config = self._config_at(variant, step)
-            same_phase = [v for v in self._compilations if v.phase == variant.phase]
-            alike = (self._compilations[v] for v in same_phase if self._config_at(v, step) == config)
+            config = self._config_at(variant.setting, step)
+            alike = (c for c in self._compilations.values() if c.config == config)
             return self._add(variant, next(alike, None) or self._compile_with(config))
 
     def _add(self, variant: Variant, compilation: Compilation) -> Compilation:
@@ -260,8 +277,8 @@ class CompiledGraph:
             self._usual = compilation
         return compilation
 
-    def _config_at(self, variant: Variant, step: int) -> Config:
-        config = self._config_of(variant.setting)
+    def _config_at(self, setting: Setting | None, step: int) -> Config:
+        config = self._config_of(setting)
         return config.at_step(step, self._trains) if config.varies else config
 
     def _run(self, compilation: Compilation, call: _Call) -> Any:
@@ -350,7 +367,8 @@ class CompiledGraph:
         forward = call.forward
         if forward is not None and forward.run is not None:
             return forward.run
-        eager = forward.eager if forward else call.cold
+        # the forward of a graph without slots says nothing of these
+        eager = forward.eager if forward is not None and forward.scales else call.cold
         return compilation.annotation.bootstrapped.run if eager else compilation.run
 
     def _for_shapes(self, compilation: Compilation, call: _Call) -> Run:

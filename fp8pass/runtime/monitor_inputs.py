@@ -33,7 +33,7 @@ class MonitorInput:
 
     def value(self, call: Call) -> Tensor:
         """Return the instance's tensor, after beginning the step that the call belongs to."""
-        return call.once(self.counter, lambda: self._inputs(call))[self.of_gradients]
+        return call.once(self.counter, self._inputs)[self.of_gradients]
 
     def _inputs(self, call: Call) -> list[Tensor]:
         counter = registry.of(self.counter, call.owned)

@@ -98,7 +98,7 @@ class CachedWeightInput:
 
     def value(self, call: Call) -> Tensor:
         """Return the tensor, after refreshing the copy if it is stale."""
-        tensor: Tensor = getattr(call.once(self.weight, lambda: self._fresh(call)), self.field)
+        tensor: Tensor = getattr(call.once(self.weight, self._fresh), self.field)
         return tensor
 
     def _fresh(self, call: Call) -> Fp8Weight:

@@ -84,10 +84,6 @@ class SlotTable:
             return "forward"
         return "weight" if slot < self.n_forward + self.n_weights else "gradient"
 
-    def forward_names(self) -> frozenset[str]:
-        """Return the names of the slots that a forward uses: the same for training and evaluation."""
-        return frozenset(self.names[: self.n_forward + self.n_weights])
-
     def new_tensors(self) -> SlotTensors:
         """Return the tensors of a state without history: see `SlotTensors`."""
         return SlotTensors(*map(self.new_tensor, SlotTensors._fields))

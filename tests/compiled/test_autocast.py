@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.recipes import Schedule
+from fp8pass.options.config import Config
+from fp8pass.recipes import DelayedScaling, Schedule
 from fp8pass.report.report import collect
-from tests.helpers.harness import annotated, compiled
+from tests.helpers.harness import annotated, compiled, verdicts
 from tests.helpers.models import Block, batches, make
 
 COUNTERS = torch._dynamo.utils.counters
@@ -269,3 +271,49 @@ def test_calls_in_high_precision_do_not_change_what_is_exported(tmp_path: Path) 
     with fp8pass.enabled(False):
         passed(model, run, x)
     assert set(fp8pass.export_fp8(model, tmp_path / "out").layers) == {"up", "down"}
+
+
+def test_two_schedules_share_only_equal_phases() -> None:
+    """What a step of one schedule runs is not that of the other, though both begin their phase at step 0."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(32, 64)
+    run = compiled(model, recipe=Schedule({0: None, 3: "dynamic"}), lowering="eager")
+    for _ in range(5):
+        run(x).sum().backward()
+    with fp8pass.autocast(recipe=Schedule({0: "dynamic", 100: "rowwise"})):
+        y = run(x)
+    assert torch.equal(y, annotated(model, recipe="dynamic")(x))
+    assert not torch.equal(y, model(x))
+
+
+def test_a_repeated_forward_after_one_without_slots() -> None:
+    """The no-grad forward of a reentrant region has no slots here: cold slots of its repetition scale by their amax."""
+    torch.manual_seed(0)
+    model, x, grad = nn.Linear(64, 64, bias=False), torch.randn(32, 64, requires_grad=True), torch.randn(32, 64) * 1e-9
+    recipe = DelayedScaling(high_precision=("output",))
+    run = compiled(model, recipe=Schedule({0: recipe, 100: None}), lowering="eager")
+    (checkpoint(run, x, use_reentrant=True) * grad).sum().backward()
+    exact = grad.T @ x.detach()
+    assert model.weight.grad is not None
+    assert 0 < (model.weight.grad - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_schedule_splits_sizes_for_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options get their GPU once, before the sizes of all phases are split, and the phases are compiled for the same."""
+    asked: list[Config] = []
+    split: list[Config] = []
+
+    def with_gpu(config: Config, device: torch.device | None) -> Config:
+        asked.append(config)
+        return replace(config, target="h100")
+
+    monkeypatch.setattr("fp8pass.backend.on_machine", with_gpu)
+    monkeypatch.setattr("fp8pass.backend.split_for_all_phases", lambda _, config: split.append(config))
+    model, schedule = nn.Linear(64, 64), Schedule({0: "delayed", 2: "dynamic"})
+    run = compiled(model, recipe=schedule, lowering="eager", min_speedup=0)
+    with verdicts() as report:
+        for _ in range(3):
+            run(torch.randn(32, 64)).sum().backward()
+    assert [config.recipe for config in asked] == [schedule]
+    assert [config.target for config in split] == ["h100"]
+    assert {gemm.scaling for gemm in report.gemms} == {"delayed", "dynamic"}

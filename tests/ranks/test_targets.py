@@ -24,7 +24,7 @@ from tests.helpers.gpus import CUDA, there
 from tests.helpers.harness import verdicts
 from tests.helpers.torchrun import collectives, on_ranks
 
-GPU = "fp8pass.lowering.graph_compiler.gpu_of"
+GPU = "fp8pass.backend.gpu_of"
 """The function that finds out which GPU a graph is on: these tests pretend one, for graphs on the CPU."""
 
 

@@ -429,7 +429,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.device | None], N
     """Let graphs on the CPU be compiled as if their tensors were on the GPU that is there."""
 
     def pretend(device: torch.device | None) -> None:
-        monkeypatch.setattr("fp8pass.lowering.graph_compiler.gpu_of", lambda _: device)
+        monkeypatch.setattr("fp8pass.backend.gpu_of", lambda _: device)
 
     return pretend
 
