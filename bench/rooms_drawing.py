@@ -1,6 +1,6 @@
 """The drawing of the rooms in docs/architecture.md, and the tables below it, made of the imports and the docstrings.
 
-python bench/rooms_drawing.py        prints the SVG; `python bench/readme.py rooms` puts it into docs/images/
+python bench/rooms_drawing.py        prints the SVG; `python docs/generate.py` puts it into docs/images/
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,16 +27,19 @@ class _Ops(type(torch.ops.aten)):  # type: ignore[misc]
         except AttributeError:
             if name.startswith("__"):  # Python and debuggers ask any module for such names
                 raise
-        if any(map(_is_being_imported, _MODULES)):  # torch asks, before it registers an op that one of them defines
+        if _defines_ops():  # torch asks before it registers an op; to import the other files would go in a circle
             raise AttributeError(name)
         for module in _MODULES:
             import_module(module)
         return super().__getattr__(name)
 
 
-def _is_being_imported(name: str) -> bool:
-    module = sys.modules.get(name)
-    return module is not None and getattr(module.__spec__, "_initializing", False)
+def _defines_ops() -> bool:
+    """Return whether this thread is importing one of the files. Other threads wait until they are imported."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] in _MODULES):
+        frame = frame.f_back
+    return frame is not None
 
 
 def install() -> None:

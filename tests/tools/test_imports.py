@@ -124,6 +124,20 @@ found.append(hasattr(torch.ops.fp8pass, "nothing"))
     assert after(missing) == [False]
 
 
+def test_threads_that_ask_for_an_op_first_all_get_it() -> None:
+    asking = """
+import threading
+import fp8pass, torch
+ops, threads = [], [threading.Thread(target=lambda: ops.append(torch.ops.fp8pass.record)) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+found = len(ops)
+"""
+    assert after(asking) == 8
+
+
 def test_an_exported_program_loads_after_the_import(tmp_path: Path) -> None:
     file = str(tmp_path / "exported.pt2")
     saved = f"""
