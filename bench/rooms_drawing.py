@@ -34,7 +34,7 @@ class Box(NamedTuple):
 
 
 def path_of(room: str) -> str:
-    """Return where a room is: "fp8pass/graph/", "fp8pass/pipeline.py", "fp8pass/__init__.py"."""
+    """Return where a room is: "fp8pass/graph/", "fp8pass/backend.py", "fp8pass/__init__.py"."""
     if room in ("fp8pass", "passes"):
         return f"{room}/__init__.py"
     path = rooms.folder(room)

@@ -464,7 +464,7 @@ def fill(row: Row, make: Callable[[], Subject]) -> None:
 @contextlib.contextmanager
 def without_passes() -> Iterator[None]:
     """Within it, the annotated graph is lowered without further passes: the reference, with the same decompositions."""
-    with mock.patch("fp8pass.pipeline.JOINT", ()), mock.patch("fp8pass.pipeline.KERNELS", ()):
+    with mock.patch("fp8pass.lowering.order.JOINT", ()), mock.patch("fp8pass.lowering.order.KERNELS", ()):
         yield
 
 

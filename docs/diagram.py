@@ -1,4 +1,4 @@
-"""Draw the pipeline for docs/compiler.md from the lists of passes in `fp8pass/pipeline.py`.
+"""Draw the pipeline for docs/compiler.md from the lists of passes in `fp8pass/lowering/order.py`.
 
 python docs/diagram.py        prints the SVG; `python docs/generate.py` writes it to docs/images/
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, traced_passes, update_passes
+from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 WIDTH, MARGIN, LINE, GAP = 860, 20, 26, 30
 LABELS = 250  # width of the left column, which names the graph
@@ -56,14 +56,14 @@ def stages() -> list[Stage]:
             "Dynamo's graph",
             ("of a forward: annotated (blue);", "of an update: rewritten (yellow)"),
             tuple(p.name for p in DYNAMO),
-            tuple(p.name for p in update_passes()),
+            tuple(p.name for p in UPDATE),
         ),
         Stage("AOTAutograd", ("traces autograd, and decomposes functions into ATen ops",)),
         Stage(
             "joint graph",
             ("forward and backward together:", "passes change numbers;", "of another tracer: the yellow one first"),
             tuple(p.name for p in JOINT),
-            tuple(p.name for p in traced_passes()),
+            tuple(p.name for p in TRACED),
         ),
         Stage("partitioner", ("cuts the graph in two, and saves FP8 where matmuls of the backward read FP8",)),
         Stage(

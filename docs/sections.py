@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, traced_passes, update_passes
+from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,8 +57,8 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Return a table of all passes in order, each with its graph and the first line of its docstring."""
-    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": update_passes()}
-    stages |= {"graph of another tracer": traced_passes(), "joint graph": JOINT}
+    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE}
+    stages |= {"graph of another tracer": TRACED, "joint graph": JOINT}
     stages |= {"forward, backward, update": KERNELS}
     graphs = {p.name: graph for graph, passes in stages.items() for p in passes}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]

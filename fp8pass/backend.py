@@ -16,13 +16,15 @@ from fp8pass.dynamo.retry import take_note_of_graph, watch_compilations
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import left_out
 from fp8pass.lowering.ddp_cuts import configured, cut_at_layers
+from fp8pass.lowering.dynamo_passes import freezable, split_for_all_phases
 from fp8pass.lowering.graph_compiler import GraphCompiler
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import check_compiled
-from fp8pass.pipeline import freezable, split_for_all_phases, warn_of_slow_matmuls, written
+from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls
+from fp8pass.passes.update.written import written
 from fp8pass.runtime.compiled_graph import CompiledGraph
 from fp8pass.runtime.update_key import TensorRef
 from fp8pass.states.model_state import goes_along_with_model

@@ -18,8 +18,8 @@ from fp8pass.errors import warn_once
 from fp8pass.fields import called_with
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.inputs import Call
+from fp8pass.lowering.dynamo_passes import annotated
 from fp8pass.options.config import Config
-from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration
 from fp8pass.states.checkpoint import names_in
 from fp8pass.states.slots import InstanceState, SlotTable, new_state

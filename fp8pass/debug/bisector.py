@@ -28,11 +28,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8pass import pipeline
 from fp8pass._torch import pytree
 from fp8pass.debug.snapshot import Snapshot
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import called_with, whole
+from fp8pass.lowering import order
 from fp8pass.names import parts_of
 from fp8pass.options.overrides import Trial, Unit, trying
 from fp8pass.recipes import FACTORS, DelayedScaling, DynamicScaling, Recipe, Role, RowwiseScaling
@@ -360,7 +360,7 @@ class _Bisector:
         if cached and self._try("without FP8 copies of weights", weight_cache=False) == "passes":
             result.verdict = "weight_cache"
             return
-        names = [p.name for p in (*pipeline.JOINT, *pipeline.KERNELS)]
+        names = [p.name for p in order.JOINT] + [p.name for p in order.KERNELS]
         # With the first `good` passes the step passes, with the first `bad` it fails.
         good, bad = 0, len(names)
         if self._try("with no pass", passes=()) == "fails":

@@ -17,6 +17,7 @@ from fp8pass.graph.verdict import Gemm
 from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.bodies import lower_bodies, without_quantizing
 from fp8pass.lowering.ddp_cuts import configured
+from fp8pass.lowering.dynamo_passes import annotated
 from fp8pass.lowering.eager import through_aot
 from fp8pass.lowering.graph_compiler import modes_of
 from fp8pass.lowering.verdicts import only_verdicts
@@ -24,7 +25,7 @@ from fp8pass.names import Names
 from fp8pass.options.config import Config
 from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import check_compiled
-from fp8pass.pipeline import annotated, written
+from fp8pass.passes.update.written import written
 from fp8pass.recipes import Schedule
 from fp8pass.report.drawing import drawn
 from fp8pass.report.graph_view import Drawing

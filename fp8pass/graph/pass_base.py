@@ -1,4 +1,4 @@
-"""Define a pass, and the context that the passes over one graph share."""
+"""Define a pass, and for each kind of graph the context that its passes share."""
 
 from __future__ import annotations
 
@@ -20,24 +20,11 @@ from fp8pass.recipes import Recipe
 
 @dataclass
 class Context:
-    """The context that the passes over one graph share.
-
-    choices: the annotate pass's choice for each matmul call. declined: the reason why all matmuls are declined, if
-    fp8pass has failed on the graph before; otherwise "". is_update: True if the graph updates parameters.
-    """
+    """What the passes over one graph share, whichever graph it is."""
 
     config: Config
-    choices: Sequence[MatmulChoice] = ()
-    declined: str = ""
-    is_update: bool = False
-    gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
-    """The verdict of every matmul node that the graph held at the start."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the report that belong to the graph, not to one matmul."""
-    fused: dict[str, str] = field(default_factory=dict)
-    """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""
-    seconds_of: Callable[[fx.GraphModule], float] | None = None
-    """Times a graph on the GPU, compiled by Inductor with all passes but fuse_matmuls; None where nothing is timed."""
     computed: Computed = field(default_factory=dict)
     """Nodes whose values `verify` has computed, and skips until something that they depend on changes."""
 
@@ -48,9 +35,10 @@ class Context:
 
 @dataclass
 class DynamoContext(Context):
-    """The context that the passes over Dynamo's graph share.
+    """What the passes over Dynamo's graph share.
 
-    annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
+    annotation: the annotated graph, which the passes change in place. declined: the reason why all matmuls are
+    declined, if fp8pass has failed on the graph before; otherwise "". merged: recipes of calls that were merged.
     layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
     quantized_in: for each tensor that matmuls of several pieces read, the number of the piece that quantizes it.
     splits: see `split_sizes`. refused: for each convolution that stays one, the reason. smoothed: calls whose operands
@@ -58,6 +46,7 @@ class DynamoContext(Context):
     """
 
     annotation: Annotation = field(kw_only=True)
+    declined: str = ""
     names: Names = field(kw_only=True)
     merged: dict[fx.Node, Recipe] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
@@ -65,6 +54,31 @@ class DynamoContext(Context):
     refused: dict[fx.Node, Reject] = field(default_factory=dict)
     smoothed: set[fx.Node] = field(default_factory=set)
     splits: dict[Expr, dict[int, bool | None]] = field(default_factory=dict)
+
+
+@dataclass
+class JointContext(Context):
+    """What the passes over forward and backward in one graph share.
+
+    choices: the annotate pass's choice for each matmul call. declined: as in `DynamoContext`. is_update: True if the
+    graph updates parameters.
+    """
+
+    choices: Sequence[MatmulChoice] = ()
+    declined: str = ""
+    is_update: bool = False
+    gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
+    """The verdict of every matmul node that the graph held at the start."""
+
+
+@dataclass
+class KernelsContext(Context):
+    """What the passes over forward, backward and update as separate graphs share."""
+
+    fused: dict[str, str] = field(default_factory=dict)
+    """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""
+    seconds_of: Callable[[fx.GraphModule], float] | None = None
+    """Times a graph on the GPU, compiled by Inductor with all passes but fuse_matmuls; None where nothing is timed."""
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

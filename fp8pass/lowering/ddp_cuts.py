@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from fp8pass._torch import instead_of_ddp_optimizer
+from fp8pass.lowering.dynamo_passes import pieces_of
 from fp8pass.options.config import Config
-from fp8pass.pipeline import pieces_of
 
 _Backend = TypeVar("_Backend", bound=Callable[..., Any])
 

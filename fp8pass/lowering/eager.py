@@ -13,7 +13,8 @@ from fp8pass._torch import FORCE_STRIDE_ORDER, aot_autograd, make_boxed_func, se
 from fp8pass.faults import Later
 from fp8pass.graph.attempt import Attempt
 from fp8pass.inductor.partition import Partition
-from fp8pass.pipeline import KernelPasses, Pipeline
+from fp8pass.lowering.joint_passes import JointPasses
+from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.quant.kernel_ops import FORMULAS, LAID_OUT
 
 
@@ -35,10 +36,12 @@ def through_aot(
 
 
 def lower_eager(
-    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
+    module: fx.GraphModule, inputs: list[Any], joint_passes: JointPasses, later: Later | None
 ) -> Callable[..., Any]:
     """Lower a graph as `lower_through_inductor` does, with the same passes, to graphs that run op by op."""
-    kernel_passes = KernelPasses(pipeline.config, pipeline.dump, pipeline.timing, lambda: pipeline.gemms)
+    kernel_passes = KernelPasses(
+        joint_passes.config, joint_passes.dump, joint_passes.timing, lambda: joint_passes.gemms
+    )
 
     def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
         kernel_passes.attempt = attempt
@@ -47,28 +50,28 @@ def lower_eager(
         return op_by_op(graph_module)
 
     def forward(graph_module: fx.GraphModule, _: Any) -> Any:
-        return boxed(graph_module, pipeline.attempt)
+        return boxed(graph_module, joint_passes.attempt)
 
     def backward(graph_module: fx.GraphModule, inputs: Any) -> Any:
         return forward(graph_module, inputs) if later is None else later.lower(graph_module, boxed, op_by_op)
 
     def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
-        rewrite_all(graph_module, pipeline)
+        rewrite_all(graph_module, joint_passes)
         return forward(graph_module, fake_inputs)
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        rewrite_all(joint, pipeline)
-        return Partition(seen=pipeline.partitioned)(joint, joint_inputs, **kwargs)
+        rewrite_all(joint, joint_passes)
+        return Partition(seen=joint_passes.partitioned)(joint, joint_inputs, **kwargs)
 
     compiled: Callable[..., Any] = through_aot(forward, backward, inference, partition)(module, inputs)
     return compiled
 
 
-def rewrite_all(module: fx.GraphModule, pipeline: Pipeline) -> None:
+def rewrite_all(module: fx.GraphModule, joint_passes: JointPasses) -> None:
     """Run the passes over a joint graph and the graphs in it: branches and loop bodies first, as Inductor does it."""
     for part in reversed(list(module.modules())):
         if isinstance(part, fx.GraphModule):
-            pipeline(part.graph)
+            joint_passes(part.graph)
             part.recompile()
 
 

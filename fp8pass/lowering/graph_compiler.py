@@ -16,9 +16,9 @@ from fp8pass.dump.writer import Dump
 from fp8pass.faults import Later, fall_back
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.attempt import Attempt
+from fp8pass.lowering.dynamo_passes import annotated
 from fp8pass.lowering.lower import lower
 from fp8pass.options.config import Config
-from fp8pass.pipeline import annotated
 from fp8pass.recipes import Disabled
 from fp8pass.runtime.compiled_graph import Compilation, Run
 from fp8pass.runtime.weight_uses import Notes

@@ -15,10 +15,10 @@ from fp8pass.graph.annotation import Annotation, is_state_input
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.lowering.bodies import lower_bodies
 from fp8pass.lowering.eager import lower_eager
+from fp8pass.lowering.joint_passes import JointPasses, warn_if_nothing
 from fp8pass.lowering.through_inductor import lower_through_inductor
 from fp8pass.lowering.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.options.config import Config
-from fp8pass.pipeline import Pipeline, warn_if_nothing
 from fp8pass.report.drawing import drawn
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.states.steps import Pass, checkpointed_region
@@ -48,10 +48,10 @@ def lower(
             positions = enumerate(module.graph.find_nodes(op="placeholder"))
             drawing.turn_to(name, title, [i for i, node in positions if is_state_input(node)])
         own = dump.of_body(name, module, inputs) if body is not None else dump
-        pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
-        pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
+        joint_passes = JointPasses(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
+        joint_passes.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
         with timing.counting("tracing"), context_of_one_graph():
-            compiled = with_lowering(module, inputs, pipeline, later)
+            compiled = with_lowering(module, inputs, joint_passes, later)
         if not wants_only_verdicts():
             publish(Report(timings=[timing]))
             log.log(logging.DEBUG if body is None else logging.INFO, "%s", timing)

@@ -13,11 +13,11 @@ from fp8pass.dump.writer import Dump
 from fp8pass.faults import fall_back, left_out
 from fp8pass.graph.attempt import Attempt
 from fp8pass.lowering.lower import lower
+from fp8pass.lowering.update_passes import annotated_update
 from fp8pass.options.config import Config
 from fp8pass.passes.update.find_moments import moments_of
 from fp8pass.passes.update.skip_nonfinite import gradients
 from fp8pass.passes.update.written import in_bfloat16, real_inputs, written_only_by_optimizers
-from fp8pass.pipeline import annotated_update
 from fp8pass.runtime.update_graph import CompiledUpdate, UpdateGraph
 from fp8pass.runtime.update_inputs import UpdateCall
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey

@@ -12,7 +12,7 @@ from torch import fx
 from fp8pass.faults import Later
 from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.eager import rewrite_all, through_aot
-from fp8pass.pipeline import Pipeline
+from fp8pass.lowering.joint_passes import JointPasses
 
 _only: ContextVar[bool] = ContextVar("fp8pass_only_verdicts", default=False)
 
@@ -37,18 +37,18 @@ class _Known(BaseException):
 
 
 def find_verdicts(
-    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
+    module: fx.GraphModule, inputs: list[Any], joint_passes: JointPasses, later: Later | None
 ) -> Callable[..., Any]:
     """Run the passes over the joint graph; return a function that raises RuntimeError."""
 
     def inference(graph_module: fx.GraphModule, _: Any) -> Any:
-        rewrite_all(graph_module, pipeline)
+        rewrite_all(graph_module, joint_passes)
         raise _Known
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        rewrite_all(joint, pipeline)
+        rewrite_all(joint, joint_passes)
         if any("recompute" in n.meta for n in joint.graph.nodes):  # the partition says what the backward repeats
-            Partition(seen=pipeline.partitioned)(joint, joint_inputs, **kwargs)
+            Partition(seen=joint_passes.partitioned)(joint, joint_inputs, **kwargs)
         raise _Known
 
     with suppress(_Known):

@@ -15,11 +15,12 @@ from fp8pass.errors import warn_once
 from fp8pass.fields import nearest
 from fp8pass.graph.annotation import MatmulChoice, copy_to_edit
 from fp8pass.lowering.eager import rewrite_all
+from fp8pass.lowering.joint_passes import JointPasses
+from fp8pass.lowering.traced_passes import quantized, runs_anywhere
 from fp8pass.names import Names, module_path
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import patterns_of
-from fp8pass.pipeline import Pipeline, quantized, runs_anywhere
 from fp8pass.recipes import Calibration, Schedule
 from fp8pass.report.report import Report
 from fp8pass.rewriting.aten import functional_aten
@@ -87,9 +88,9 @@ def rewrite(
     dump = Dump.of(config, flat, "rewrite")
     context = quantized(flat, config, _TracedNames(flat, paths), False, dump)
     _check_patterns(config, flat, context.choices, paths)
-    pipeline = Pipeline(config, context.choices, dump)
-    rewrite_all(flat, pipeline)
-    pipeline.report.notes += context.notes
+    joint_passes = JointPasses(config, context.choices, dump)
+    rewrite_all(flat, joint_passes)
+    joint_passes.report.notes += context.notes
     for note in context.notes:
         warn_once(f"fp8pass: {note}")
     runs_anywhere(flat, config, dump)
@@ -100,7 +101,7 @@ def rewrite(
         quantized(first, config, _TracedNames(first, paths), True, dump)
         return _finish(first)
 
-    return flat, RewriteState(context.tables, _structure(gm), make_first), pipeline.report
+    return flat, RewriteState(context.tables, _structure(gm), make_first), joint_passes.report
 
 
 def _check_module(gm: Any) -> None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.passes.common.patterns import COLLECTIVES, first
 from fp8pass.quant.ops import SHARED
 
@@ -42,7 +42,7 @@ class QuantizeCollectives:
 
     name = "quantize_collectives"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Rewrite collectives; note why where one is refused. Return the number of rewritten collectives."""
         applied = 0
         if any(n.target in COLLECTIVES for n in graph.nodes):

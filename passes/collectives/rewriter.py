@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass import scaling
 from fp8pass._torch import hint_of, micro_pipelines
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.passes.collectives.chains import (
@@ -242,7 +242,7 @@ def _same_strides(x: fx.Node, y: fx.Node) -> bool:
     return all(statically_known_true(m == n) for m, n in zip(val(x).stride(), val(y).stride(), strict=True))
 
 
-def rewrite_all(graph: fx.Graph, context: Context, made_by: str) -> int:
+def rewrite_all(graph: fx.Graph, context: JointContext, made_by: str) -> int:
     """Rewrite collectives; note why where one is refused. Return the number of rewritten collectives.
 
     made_by: the name of the pass.

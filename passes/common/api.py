@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fp8pass._torch import select_decomp_table
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context, DynamoContext
+from fp8pass.graph.pass_base import DynamoContext, JointContext, KernelsContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import RECORDED
 from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.quant.kernel_ops import ALIGNED, JOINED, ROWS
@@ -107,7 +107,7 @@ class BatchAmaxes:
 
     name = "batch_amaxes"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every match; return the number of groups, and of scales that were reshaped for matmuls."""
         applied = 0
         for node in list(graph.nodes):
@@ -227,7 +227,7 @@ class _Rewriter:
         return value
 
 
-def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
+def _all_as_matrices(graph: fx.Graph, context: KernelsContext) -> int:
     """Give matmuls their scales as f32[1, 1], if they are elements of a vector.
 
     Inductor's Triton template unsqueezes a 0-d scale, and takes a 0-d view for the whole vector that it is a view of.

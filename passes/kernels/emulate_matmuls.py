@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import why_emulated
 from fp8pass.passes.common.patterns import aten, dtype_of
 from fp8pass.scaling import FP8_DTYPES
@@ -37,7 +37,7 @@ class EmulateMatmuls:
 
     name = "emulate_matmuls"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite the matmuls that the CPU has no FP8 kernel for; return their number."""
         reasons = {n: why for n in graph.nodes if (why := _why_emulated(n))}
         if reasons:

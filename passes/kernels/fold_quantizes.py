@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import CASTS, aten, dtype_of, first, prims
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.scaling import FP8_DTYPES, fp8_max
@@ -58,7 +58,7 @@ class FoldQuantizes:
 
     name = "fold_quantizes"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every match; return their number."""
         matches = [m for node in graph.nodes if (m := match(node)) is not None]
         if matches:

@@ -22,7 +22,7 @@ from torch import fx
 
 from fp8pass import hardware
 from fp8pass.graph.builder import val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import aten
 
 
@@ -31,7 +31,7 @@ class FuseMatmuls:
 
     name = "fuse_matmuls"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite the matmuls whose epilogue can be generated, and pays; return their number."""
         matmuls = [n for n in graph.nodes if n.target is aten._scaled_mm.default and _is_on_gpu(n)]
         if not matmuls:

@@ -22,7 +22,7 @@ from fp8pass.fused.plan import ANY, Matmul, Output, Plan
 from fp8pass.fused.source import kernel_of
 from fp8pass.fused.tiles import candidates
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import target_of
 from fp8pass.names import short
 from fp8pass.node_meta import GEMM
@@ -190,7 +190,7 @@ def _matmul(m: Match, gpu: Gpu) -> Matmul:
     )  # fmt: skip
 
 
-def fuse(matmul: fx.Node, context: Context) -> bool:
+def fuse(matmul: fx.Node, context: KernelsContext) -> bool:
     """Rewrite one matmul if its epilogue can be generated, and pays."""
     device, name = val(matmul).device, matmul.meta.get(GEMM, "")
     decide = Decide(context.config.epilogues, target_of(device, context.config.target))

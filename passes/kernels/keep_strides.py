@@ -21,7 +21,7 @@ from torch import fx
 
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.other_libraries import has_strides, tensors_of
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import STRIDES
 from fp8pass.quant.kernel_ops import LAID_OUT
 
@@ -31,7 +31,7 @@ class KeepStrides:
 
     name = "keep_strides"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Lay out every argument that Inductor may lay out otherwise; return their number."""
         build = context.builder(graph, self.name)
         return sum(_laid_out(build, node) for node in graph.nodes if STRIDES in node.meta)

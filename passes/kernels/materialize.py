@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import ONE_STAGE
 from fp8pass.passes.common.patterns import CASTS, VIEWS, aten, dtype_of, readers
 from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
@@ -42,7 +42,7 @@ class Materialize:
 
     name = "materialize"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite all of them, and mark small amaxes as one stage; return the number of rewritten values."""
         cats = [n for n in graph.nodes if _is_small_cat(n)]
         written = [v for n in graph.nodes if (v := _vector(n)) is not None]

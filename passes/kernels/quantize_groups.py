@@ -30,7 +30,7 @@ from fp8pass.fused.tiles_source import (
 )
 from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
 from fp8pass.graph.other_libraries import runs_elsewhere
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum, turned
 from fp8pass.passes.common.arranged import Arranged, arranged
 from fp8pass.passes.common.block_scales import BlockScales, block_scales
@@ -148,7 +148,7 @@ class Match:
     results: list[tuple[fx.Node, fx.Node | None]]
 
 
-def rewrite_groups(graph: fx.Graph, large: Sequence[fx.Node], context: Context, made_by: str) -> int:
+def rewrite_groups(graph: fx.Graph, large: Sequence[fx.Node], context: KernelsContext, made_by: str) -> int:
     """Rewrite every group that `why_not` has no reason against; return the number of quantizes in them.
 
     large: the quantizes that may be in groups. made_by: the name of the pass.

@@ -27,7 +27,7 @@ from torch import fx
 
 from fp8pass import hardware
 from fp8pass.graph.builder import val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 LEAST_ELEMENTS = 1 << 20
@@ -39,7 +39,7 @@ class QuantizeKernels:
 
     name = "quantize_kernels"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every group that one kernel can compute, and pays; return the number of quantizes in them."""
         large = [n for n in graph.nodes if is_large_on_gpu(n)]
         if not large:

@@ -36,7 +36,7 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import TILED, WITH_AMAX
 from fp8pass.passes.common.patterns import (
     JOINS,
@@ -71,7 +71,7 @@ class QuantizeTiles:
 
     name = "quantize_tiles"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every match that passes `check`, move the others; return the number of matches."""
         matches = [m for node in graph.nodes if (m := match(node)) is not None]
         if not matches:

@@ -28,7 +28,7 @@ from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
 from fp8pass.fused import requantize
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.gpu import gpu_of
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, sources
 from fp8pass.passes.common.tiles import saturation_flag
@@ -60,7 +60,7 @@ class RequantizeSaturated:
 
     name = "requantize_saturated"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every match that passes `check`; return their number."""
         matches = [(n, m) for n in graph.nodes if (m := match(n)) is not None and check(n)]
         if not matches:

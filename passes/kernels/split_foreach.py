@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import OpOverload, hint_of
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.passes.common.foreach import SPLITS
 from fp8pass.passes.common.patterns import aten, dtype_of
@@ -56,7 +56,7 @@ class SplitForeach:
 
     name = "split_foreach"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every op that has large tensors, if the graph quantizes; return their number."""
         matches = [n for n in graph.nodes if match(n)]
         if not matches or not any(dtype_of(n) in FP8_DTYPES for n in graph.nodes if n.op == "call_function"):

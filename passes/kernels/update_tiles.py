@@ -21,7 +21,7 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import TILED, WITH_AMAX
 from fp8pass.passes.common.patterns import VIEWS, as_node, aten, first, is_elementwise, sources
 from fp8pass.passes.common.read_written import read_written
@@ -43,7 +43,7 @@ class UpdateTiles:
 
     name = "update_tiles"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: KernelsContext) -> int:
         """Rewrite every match that is written into graph inputs and passes `check`; return the number of matches.
 
         Before that, quantizes that wait for the amax of a new weight read it from memory: these count, too.

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.passes.common.patterns import CASTS, COPIES, RESHAPES, VIEWS, as_node, aten, first, through
 from fp8pass.quant.kernel_ops import ALIGNED, ROUNDED
 
@@ -54,7 +54,7 @@ class AlignArguments:
 
     name = "align_arguments"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Copy what begins elsewhere, or may do so; return the number of matmuls with such arguments."""
         rewriter, applied = _Rewriter(context.builder(graph, self.name)), 0
         for matmul in graph.find_nodes(op="call_function", target=aten._scaled_mm.default):

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fp8pass._torch import FakeTensorMode
 from fp8pass.gpu.trial import tiles
 from fp8pass.graph.builder import Builder, compute, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of, why_no_block_kernel
 from fp8pass.names import short
@@ -154,7 +154,7 @@ class BlockwiseMM:
 
     name = "blockwise_mm"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Rewrite matmuls for which a kernel exists; note why the others with blockwise operands are declined."""
         if not any(node.target is DEQUANTIZE_BLOCKS for node in graph.nodes):
             return 0

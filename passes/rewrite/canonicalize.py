@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.scaling import FP8_DTYPES, fp8_max
 
 
@@ -83,7 +83,7 @@ class Canonicalize:
 
     name = "canonicalize"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Replace every such op that reads or returns FP8; return how many there were."""
         found = [n for n in graph.nodes if str(n.target) in _FORMULAS and _touches_fp8(n)]
         for node in found:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.quant.grouped import DEQUANTIZE_GROUPS, ROWS_APART, dequantized_groups, rows_apart_formula
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS, dequantized_blocks
 
@@ -31,7 +31,7 @@ class ExpandBlocks:
 
     name = "expand_blocks"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Expand every such op; return how many there were."""
         found = [n for n in graph.nodes if n.target in _FORMULAS]
         for node in found:

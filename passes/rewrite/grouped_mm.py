@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass import hardware
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph.builder import val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short
@@ -113,7 +113,7 @@ class GroupedMM:
 
     name = "grouped_mm"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Rewrite every grouped or batched matmul that `match` and `check` accept; return how many."""
         todo = {n: g for n, g in context.gemms.items() if n.target is GROUPED_MM or _is_batched(n)}
         if not todo:
@@ -143,7 +143,7 @@ def _is_batched(node: fx.Node) -> bool:
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, context: Context) -> None:
+    def __init__(self, graph: fx.Graph, context: JointContext) -> None:
         self.build = context.builder(graph, GroupedMM.name)
         self.layout = Layout(self._emit)
         self.matmul = next(iter(graph.nodes))

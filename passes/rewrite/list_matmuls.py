@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass._torch import OpOverload
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.builder import val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.sizes import expression, varying
 from fp8pass.graph.verdict import Gemm
@@ -73,7 +73,7 @@ class ListMatmuls:
 
     name = "list_matmuls"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Fill `context.gemms`; return 0, the number of changes."""
         context.notes += [] if context.is_update else _unread_dequantizes(graph)
         backward = backward_nodes(graph)
@@ -110,7 +110,7 @@ def _gemm(
     index: int | None,
     factors: tuple[fx.Node, fx.Node],
     sizes: Sequence[Any],
-    context: Context,
+    context: JointContext,
 ) -> Gemm:
     """Return the verdict so far. sizes: M, K and N, with the number of batches before them if there are batches."""
     a, b = factors

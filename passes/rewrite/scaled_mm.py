@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph.builder import compute, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import MAX_BATCHES, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import Target, scales_rows, target_of, why_no_fp8
@@ -199,7 +199,7 @@ class ScaledMM:
 
     name = "scaled_mm"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Rewrite every matmul that passes all checks; decline the others with reasons. Return the number rewritten."""
         if not context.gemms:
             return 0
@@ -248,7 +248,7 @@ def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reje
 class _Rewriter:
     """Emits nodes before the matmul being rewritten. Nodes made for one matmul are shared with all later ones."""
 
-    def __init__(self, graph: fx.Graph, context: Context) -> None:
+    def __init__(self, graph: fx.Graph, context: JointContext) -> None:
         self.graph = graph
         self.build = context.builder(graph, ScaledMM.name)
         self.batches = Batches(self._emit)

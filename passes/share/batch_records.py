@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.node_meta import RECORDED
 from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.rewrite.list_matmuls import backward_nodes
@@ -39,7 +39,7 @@ class BatchRecords:
 
     name = "batch_records"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Merge every chain of records, mark the forward's results as saved; return the number of chains."""
         _drop_copies(graph)
         chains = _chains(graph)

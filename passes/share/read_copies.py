@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from fp8pass._torch import hint_of
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.other_libraries import has_strides, runs_elsewhere, tensors_of
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.sizes import alike
 from fp8pass.node_meta import SAVED_RESULT, STRIDES
 from fp8pass.passes.common.patterns import COPIES, RESHAPES, aten, dtype_of, first, reach
@@ -53,7 +53,7 @@ class ReadCopies:
 
     name = "read_copies"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Rewrite every match; return the number of reads that changed."""
         backward = backward_nodes(graph)
         matches = [m for node in graph.nodes if (m := match(node, backward)) is not None]

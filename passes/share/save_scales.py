@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.node_meta import SAVED_FP8
 from fp8pass.passes.common.patterns import MULTIPLYING, RESHAPES, as_node, through
 from fp8pass.passes.rewrite.list_matmuls import save_for_backward
@@ -25,7 +25,7 @@ class SaveScales:
 
     name = "save_scales"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Mark every scale that `match` finds; return how many are new."""
         scales = {scale for node in graph.nodes if (scale := match(node)) is not None}
         return save_for_backward(graph, lambda node, _: node in scales)

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.passes.common.patterns import VIEWS, aten, is_elementwise_in_high_precision, readers, sources
 from fp8pass.passes.rewrite.list_matmuls import save_for_backward
 
@@ -26,7 +26,7 @@ class SaveSums:
 
     name = "save_sums"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Mark every sum that passes `match` and `check`; return how many are new."""
         return save_for_backward(graph, lambda node, backward: match(node, backward) and check(node))
 

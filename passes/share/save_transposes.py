@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.node_meta import GATHERED
 from fp8pass.passes.common.patterns import (
     VIEWS,
@@ -42,7 +42,7 @@ class SaveTransposes:
 
     name = "save_transposes"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Mark every copy that passes `match` and `check`; return how many are new."""
         return save_for_backward(graph, lambda copy, backward: match(copy, backward) and check(copy, backward))
 

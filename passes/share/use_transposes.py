@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass.graph.builder import val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.sizes import alike
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, reach
 from fp8pass.quant.ops import WITH_TRANSPOSE
@@ -36,7 +36,7 @@ class UseTransposes:
 
     name = "use_transposes"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Remove every `with_transpose`, and replace transposed copies of its result; return the number of ops."""
         matches = [n for n in graph.nodes if n.target is WITH_TRANSPOSE]
         for node in matches:

@@ -11,7 +11,7 @@ from torch import fx, nn
 import fp8pass
 from fp8pass import scaling
 from fp8pass._torch import min_cut_partition
-from fp8pass.pipeline import Pipeline
+from fp8pass.lowering.joint_passes import JointPasses
 from fp8pass.quant.ops import RECORD
 from tests.helpers.harness import compiled
 
@@ -41,13 +41,13 @@ def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
 def test_composition_in_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a training forward and backward, each slot's amax is in place, and no record op is left."""
     left: list[int] = []
-    run = Pipeline.__call__
+    run = JointPasses.__call__
 
-    def counted(self: Pipeline, graph: fx.Graph) -> None:
+    def counted(self: JointPasses, graph: fx.Graph) -> None:
         run(self, graph)
         left.append(sum(n.target is RECORD for n in graph.nodes))
 
-    monkeypatch.setattr(Pipeline, "__call__", counted)
+    monkeypatch.setattr(JointPasses, "__call__", counted)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     f = compiled(model)
     for _ in range(2):

@@ -18,11 +18,12 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass import cli, pipeline
+from fp8pass import cli
 from fp8pass.debug.bisector import Bisection, _smallest, all_finite
 from fp8pass.debug.snapshot import Snapshot
 from fp8pass.demo import demo
-from fp8pass.graph.pass_base import Context, DynamoContext
+from fp8pass.graph.pass_base import DynamoContext, JointContext
+from fp8pass.lowering import order
 from fp8pass.options.overrides import Unit, current, units_of
 from fp8pass.recipes import DelayedScaling
 from fp8pass.states.slots import registry
@@ -193,7 +194,7 @@ class Doubles:
 
     name = "doubles"
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: JointContext) -> int:
         nodes = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
         for node in nodes:
             with graph.inserting_after(node):
@@ -204,9 +205,9 @@ class Doubles:
 
 
 def test_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = list(pipeline.JOINT)
+    ours = list(order.JOINT)
     ours.insert([p.name for p in ours].index("use_transposes"), Doubles())
-    monkeypatch.setattr(pipeline, "JOINT", tuple(ours))
+    monkeypatch.setattr(order, "JOINT", tuple(ours))
     found = faulty(Once, recipe="dynamic")
     assert (found.verdict, found.pass_name) == ("pass", "doubles")
     assert "The pass doubles is the cause, not FP8 precision" in str(found)
@@ -232,8 +233,8 @@ class WritesWrongMatmuls:
 
 def test_a_pass_on_dynamos_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The annotated graph has the pass's wrong numbers, so that the step fails, too, when it runs eagerly."""
-    ours = tuple(WritesWrongMatmuls() if p.name == "write_matmuls" else p for p in pipeline.DYNAMO)
-    monkeypatch.setattr(pipeline, "DYNAMO", ours)
+    ours = tuple(WritesWrongMatmuls() if p.name == "write_matmuls" else p for p in order.DYNAMO)
+    monkeypatch.setattr(order, "DYNAMO", ours)
     found = faulty(Once, recipe="dynamic")
     assert (found.verdict, found.pass_name, found.culprits) == ("pass", "write_matmuls", [])
     assert "Please report that the pass write_matmuls is wrong" in str(found)

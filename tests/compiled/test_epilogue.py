@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8pass import pipeline
 from fp8pass.hardware import output_saturates
+from fp8pass.lowering import order
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from tests.helpers.harness import (
     BF16,
@@ -47,8 +47,8 @@ def test_the_bias_of_an_annotated_layer_goes_into_the_kernel() -> None:
             calls.extend(n.args for n in graph.nodes if n.target is aten._scaled_mm.default)
             return applied
 
-    joint = tuple(Looking() if p.name == Looking.name else p for p in pipeline.JOINT)
-    with mock.patch.object(pipeline, "JOINT", joint), torch.no_grad():
+    joint = tuple(Looking() if p.name == Looking.name else p for p in order.JOINT)
+    with mock.patch.object(order, "JOINT", joint), torch.no_grad():
         compiled(model, recipe="dynamic")(x)
     (args,) = calls
     assert args[4] is not None

@@ -13,22 +13,23 @@ import torch
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass import faults, pipeline
+from fp8pass import faults
 from fp8pass._torch import InductorError, inductor_config
 from fp8pass.cli import main
 from fp8pass.graph.attempt import NEEDED
+from fp8pass.lowering import order
+from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.node_meta import MADE_BY
 from fp8pass.options.overrides import Trial, trying
 from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.passes.share.use_transposes import UseTransposes
-from fp8pass.pipeline import KernelPasses
 from fp8pass.report.report import Report, collect
 from tests.helpers.faults import LOWERINGS, planted
 from tests.helpers.harness import compiled
 
-PASSES: list[Any] = [*pipeline.JOINT, *pipeline.KERNELS]
+PASSES: list[Any] = [*order.JOINT, *order.KERNELS]
 
 
 NAMES = [p.name for p in PASSES]
@@ -130,12 +131,12 @@ def test_numbers_are_those_of_a_trial_without_the_pass(name: str, monkeypatch: p
     assert file.name.endswith(f".{name}.before.py") and file.exists()
 
 
-@pytest.mark.parametrize("name", [p.name for p in pipeline.DYNAMO])
+@pytest.mark.parametrize("name", [p.name for p in order.DYNAMO])
 def test_training_goes_on_without_a_pass_on_dynamos_graph(
     name: str, in_fp8: list[Tensor], in_high_precision: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = name in NEEDED
-    (found,) = (p for p in pipeline.DYNAMO if p.name == name)
+    (found,) = (p for p in order.DYNAMO if p.name == name)
     monkeypatch.setattr(type(found), "run", planted)
     numbers, report, (warning,) = train_with_fault(monitor=True)
     assert equal(numbers, in_high_precision if needed else in_fp8)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass import recipes
+from fp8pass.lowering.cache_keys import known_to_caches
+from fp8pass.lowering.dynamo_passes import annotated as annotated_graph
 from fp8pass.options.config import make_config
-from fp8pass.pipeline import annotated as annotated_graph
-from fp8pass.pipeline import known_to_caches
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, register_recipe
 from tests.helpers import oracle
 from tests.helpers.amaxes import SEQUENCES, data

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fp8pass.graph.annotation import Annotation
+from fp8pass.lowering.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
-from fp8pass.pipeline import annotated as annotate
 
 
 def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True, **config: Any) -> Annotation:

@@ -8,23 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.pipeline import Pipeline
+from fp8pass.lowering.joint_passes import JointPasses
 from tests.helpers.harness import check_legal_on_cuda, sqnr
 
 
 @pytest.fixture(autouse=True, scope="module")
 def legal_on_cuda() -> Iterator[None]:
     """Check that whatever a test of this file compiles is legal on CUDA."""
-    run = Pipeline.__call__
+    run = JointPasses.__call__
 
-    def checked(self: Pipeline, graph: torch.fx.Graph) -> None:
+    def checked(self: JointPasses, graph: torch.fx.Graph) -> None:
         run(self, graph)
         calls = check_legal_on_cuda(graph)
         # the report of a function also has the verdicts of other functions, and of the other layers that it stands for
         assert self.body is not None or calls >= len(self.report.rewritten)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "__call__", checked)
+        patch.setattr(JointPasses, "__call__", checked)
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from tests.helpers.fake_ranks import GROUPS, RANKS, WORLD
@@ -93,19 +93,21 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
-def rewritten(function: Function, *inputs: Tensor, times: int = 1) -> tuple[fx.GraphModule, fx.GraphModule, Context]:
+def rewritten(
+    function: Function, *inputs: Tensor, times: int = 1
+) -> tuple[fx.GraphModule, fx.GraphModule, JointContext]:
     """Rewrite `function`'s graph. Return the graph before and after, and the context.
 
     Check that `times` collectives are rewritten, and that a second run rewrites none.
     """
     before = capture(function, *inputs)
     after = copied(before)
-    context = Context(Config(recipe=None))
+    context = JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(after.graph, context) == times, context.notes
     assert len(context.notes) == 1 and context.notes[0].startswith(f"{times} collectives send FP8, ")
     run(after)  # verifies the graph
     once = text(after)
-    again = Context(Config(recipe=None))
+    again = JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(after.graph, again) == 0 and not again.notes
     assert text(after) == once
     return before, after, context

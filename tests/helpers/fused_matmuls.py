@@ -29,7 +29,7 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fused_matmul import Match, match, plan_of, tiled, with_code
 from fp8pass.scaling import amax, quantize
 from tests.helpers.asked import answer_all, ask
-from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture
+from tests.helpers.harness import BF16, E4M3, E5M2, F32, capture, on_kernels
 from tests.helpers.triton_on_cpu import compare, convert_float, hyperbolic_tangent
 
 H100 = Gpu(90, multiprocessors=3, shared_memory=232448)  # with three programs, each has several tiles
@@ -180,7 +180,7 @@ def found_in(name: str, given: list[Tensor]) -> tuple[Match, fx.GraphModule]:
     """Return the graph of a case, and the match of its first matmul."""
     steps = name.partition(":")[2]
     graph = capture(chain(*steps.split(",")) if steps else CASES[name], *given)
-    apply(graph, FoldQuantizes())
+    on_kernels(graph, FoldQuantizes())
     (matmul, *_) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
     m = match(matmul)
     assert m is not None

@@ -8,7 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import expecttest
@@ -25,7 +25,7 @@ from fp8pass.backend import reference
 from fp8pass.dynamo.first_step import judged
 from fp8pass.graph.annotation import Annotation, copy_to_edit
 from fp8pass.graph.other_libraries import arguments_of
-from fp8pass.graph.pass_base import Context, DynamoContext, Pass
+from fp8pass.graph.pass_base import Context, DynamoContext, JointContext, KernelsContext, Pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
 from fp8pass.names import Names
@@ -36,6 +36,7 @@ from fp8pass.passes.update.context import UpdateContext
 from fp8pass.report.report import Report, collect
 from fp8pass.runtime.update_key import UpdateKey
 
+T = TypeVar("T", bound=Context)
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -101,14 +102,23 @@ def capture(function: Callable[..., Any], *inputs: Any, device: str = "cpu", dyn
         return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
 
 
-def apply(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = None) -> list[Gemm]:
-    """Run passes over a captured graph, verify it, and return the verdicts."""
+def apply(module: fx.GraphModule, *passes: Pass[JointContext], config: Config | None = None) -> list[Gemm]:
+    """Run passes of `JOINT` over a captured graph, verify it, and return the verdicts."""
     return list(run(module, *passes, config=config).gemms.values())
 
 
-def run(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = None) -> Context:
-    """Run passes over a captured graph, verify it, and return their context: verdicts and notes."""
-    context, before = Context(config or Config(recipe=None)), arguments_of(module.graph)
+def run(module: fx.GraphModule, *passes: Pass[JointContext], config: Config | None = None) -> JointContext:
+    """Run passes of `JOINT` over a captured graph, verify it, and return their context: verdicts and notes."""
+    return _run_in(JointContext(config or Config(recipe=None)), module, passes)
+
+
+def on_kernels(module: fx.GraphModule, *passes: Pass[KernelsContext], config: Config | None = None) -> KernelsContext:
+    """Run passes of `KERNELS` over a captured graph, verify it, and return their context."""
+    return _run_in(KernelsContext(config or Config(recipe=None)), module, passes)
+
+
+def _run_in(context: T, module: fx.GraphModule, passes: Sequence[Pass[T]]) -> T:
+    before = arguments_of(module.graph)
     for p in passes:
         p.run(module.graph, context)
     verify(module.graph, before=before)

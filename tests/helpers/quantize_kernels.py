@@ -31,7 +31,7 @@ from fp8pass.recipes import BlockwiseScaling
 from fp8pass.scaling import quantize
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.fused_matmuls import _spilled, both, compared_output, filled, spoil, values_of
-from tests.helpers.harness import BF16, E5M2, apply, capture
+from tests.helpers.harness import BF16, E5M2, capture, on_kernels
 from tests.helpers.triton_on_cpu import convert_float
 
 
@@ -194,7 +194,7 @@ def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
 def found_in(name: str, given: list[Tensor]) -> tuple[list[Match], fx.GraphModule]:
     """Return the match of a case that reads most, with the amaxes that are taken before, if any; and the graph."""
     graph = capture(CASES[name][0], *given)
-    apply(graph, FoldQuantizes())
+    on_kernels(graph, FoldQuantizes())
     quantizes = [n for n in graph.graph.nodes if n.target is QUANTIZE]
     m = max(filter(None, map(match, quantizes)), key=lambda m: len(m.group.matrices))
     assert why_not(m) == ""

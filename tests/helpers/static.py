@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass.lowering.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
-from fp8pass.pipeline import annotated as annotate
 from fp8pass.recipes import StaticScaling
 
 

@@ -13,11 +13,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fp8pass import scaling
 from fp8pass.inductor import timed
+from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fused_matmul import _alone, match
-from fp8pass.pipeline import KernelPasses
-from tests.helpers.harness import BF16, E4M3, apply, scale
+from tests.helpers.harness import BF16, E4M3, on_kernels, scale
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Alone(CustomGraphPass):
         return None
 
     def __call__(self, graph: fx.Graph) -> None:
-        apply(graph.owning_module, FoldQuantizes())
+        on_kernels(graph.owning_module, FoldQuantizes())
         (matmul,) = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
         m = match(matmul)
         assert m is not None

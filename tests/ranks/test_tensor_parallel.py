@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.pipeline import KernelPasses
+from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.quant.ops import Delayed, Dynamic
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.scaling import E4M3

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from fp8pass.graph.annotation import MatmulChoice
+from fp8pass.lowering.cache_keys import known_to_caches
+from fp8pass.lowering.dynamo_passes import annotated
+from fp8pass.lowering.joint_passes import JointPasses
+from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.options.config import make_config
-from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
 from fp8pass.recipes import DelayedScaling
 from tests.helpers import ROOT, forked
 
@@ -92,7 +95,7 @@ def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
     """AOTAutograd's key has no names of modules; a recipe by module may treat two equal graphs differently."""
 
     def uuid(**choice: Any) -> bytes:
-        return Pipeline(make_config({}), [MatmulChoice("up", "model.py:1", **choice)]).uuid()
+        return JointPasses(make_config({}), [MatmulChoice("up", "model.py:1", **choice)]).uuid()
 
     assert uuid() == uuid()
     assert uuid() != uuid(fast_accum=())
@@ -100,7 +103,7 @@ def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
     assert uuid() != uuid(scaling="delayed")
 
 
-@pytest.mark.parametrize("of", [KernelPasses, functools.partial(Pipeline, choices=[])])
+@pytest.mark.parametrize("of", [KernelPasses, functools.partial(JointPasses, choices=[])])
 def test_what_the_processor_can_is_in_the_key(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's own keys lack it, and C++ for other vectors than the processor's writes past the end of buffers."""
 

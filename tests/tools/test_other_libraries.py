@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from fp8pass.graph.builder import Builder
 from fp8pass.graph.other_libraries import arguments_of
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.verify import verify
-from fp8pass.pipeline import JOINT
+from fp8pass.lowering.order import JOINT
 from tests.helpers.harness import aten, capture, compiled
 
 
@@ -74,7 +74,7 @@ def test_the_pipeline_refuses_such_a_pass() -> None:
     class Turns:
         name = "turns"
 
-        def run(self, graph: fx.Graph, context: Context) -> int:
+        def run(self, graph: fx.Graph, context: JointContext) -> int:
             found = [n for n in graph.nodes if n.target is aten.convolution.default]
             for node in found:
                 turned = context.builder(graph, self.name).emit(
@@ -85,7 +85,7 @@ def test_the_pipeline_refuses_such_a_pass() -> None:
 
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 16))
     with (
-        mock.patch("fp8pass.pipeline.JOINT", (*JOINT, Turns())),
+        mock.patch("fp8pass.lowering.order.JOINT", (*JOINT, Turns())),
         pytest.raises(Exception, match=r"in its pass turns: turns gave convolution.* another layout of `input`"),
     ):
         compiled(model)(torch.randn(2, 8, 4, 4))

@@ -16,19 +16,12 @@ from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
 from fp8pass.errors import Fp8Error
 from fp8pass.graph.builder import Builder, Computed, compute_val
 from fp8pass.graph.verify import verify
+from fp8pass.lowering.joint_passes import JointPasses
+from fp8pass.lowering.kernel_passes import KernelPasses
+from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.lowering.through_inductor import _Both, append_pass
 from fp8pass.node_meta import MADE_BY
 from fp8pass.options.config import Config
-from fp8pass.pipeline import (
-    DYNAMO,
-    JOINT,
-    KERNELS,
-    KernelPasses,
-    Pipeline,
-    _Both,
-    append_pass,
-    traced_passes,
-    update_passes,
-)
 from fp8pass.scaling import quantize
 from tests.helpers import ROOT
 from tests.helpers.harness import aten, capture, compiled, verdicts
@@ -39,8 +32,8 @@ def layer() -> nn.Module:
     return nn.Linear(32, 48, bias=False)
 
 
-def pipeline(**options: Any) -> Pipeline:
-    return Pipeline(Config(**options), [])
+def pipeline(**options: Any) -> JointPasses:
+    return JointPasses(Config(**options), [])
 
 
 PARTS = {
@@ -63,8 +56,8 @@ PARTS = {
 LISTS: dict[str, Any] = {
     "annotate": DYNAMO,
     "layers": DYNAMO,
-    "traced": traced_passes(),
-    "update": update_passes(),
+    "traced": TRACED,
+    "update": UPDATE,
     "rewrite": JOINT,
     "share": JOINT,
     "collectives": JOINT,
@@ -102,7 +95,7 @@ def test_every_pass_has_a_file_of_tests(folder: str) -> None:
 def test_folders_and_lists_are_all() -> None:
     folders = {f.parent.name for f in (ROOT / "passes").glob("*/__init__.py")} - {"common"}
     assert folders == set(LISTS)
-    every = [p.name for passes in (DYNAMO, update_passes(), traced_passes(), JOINT, KERNELS) for p in passes]
+    every = [p.name for passes in (DYNAMO, UPDATE, TRACED, JOINT, KERNELS) for p in passes]
     assert len(every) == len(set(every))
     assert [(a, b) for a in every for b in every if a != b and a in b] == [], "torch's disabled_passes has substrings"
 

@@ -29,7 +29,6 @@ FLOORS = (
     ("passes.annotate", "passes.collectives", "passes.kernels", "passes.layers", "passes.rewrite"),
     ("passes.share", "passes.traced"),
     ("passes", "passes.update"),
-    ("pipeline",),
     ("calibration", "lowering"),
     ("backend", "rewriting"),
     ("inspect", "training_step"),

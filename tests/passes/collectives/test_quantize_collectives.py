@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.distributed import _functional_collectives as functional_collectives
 
 from fp8pass import scaling
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.quant import ops
@@ -507,7 +507,7 @@ def test_the_gradient_of_a_bias(dtype: torch.dtype) -> None:
         return q(whole), whole.view(2, 16, 32).sum([0, 1], keepdim=True)
 
     refused = capture(function, data(8, 32)[0])
-    assert not QuantizeCollectives().run(refused.graph, Context(Config(recipe=None))), (
+    assert not QuantizeCollectives().run(refused.graph, JointContext(Config(recipe=None))), (
         "a sum over other columns than those of the ranks is rewritten"
     )
     parts = data(8, 32, dtype=dtype)
@@ -604,7 +604,7 @@ def test_a_format_in_keywords_is_a_format() -> None:
         if node.target is torch.ops.prims.convert_element_type.default:
             node.target, node.kwargs = aten._to_copy.default, {"dtype": node.args[1]}
             node.args = node.args[:1]
-    before, context = text(module), Context(Config(recipe=None))
+    before, context = text(module), JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(module.graph, context) == 0
     assert context.notes[0].endswith("is quantized in 2 ways") and text(module) == before
 
@@ -617,7 +617,7 @@ def test_one_is_refused_and_another_is_not() -> None:
         return q(gather(x)), q(whole), whole.cos()
 
     module = capture(function, *data(8, 32)[:2])
-    context = Context(Config(recipe=None))
+    context = JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(module.graph, context) == 1
     run(module)
     assert sorted(sent(module)) == ["all_gather_into_tensor bfloat16", "all_gather_into_tensor uint8"]
@@ -887,7 +887,7 @@ def test_refused(case: str) -> None:
     function, inputs, reason = REFUSED[case]
     module = capture(function, *inputs)
     reference = text(without_shared(copied(module)))
-    context = Context(Config(recipe=None))
+    context = JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(module.graph, context) == 0
     assert len(context.notes) == 1
     assert context.notes[0].split(": ", 1)[1] == reason
@@ -921,7 +921,7 @@ SILENT: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
 def test_collectives_that_are_not_quantized_have_no_note(case: str) -> None:
     function, inputs = SILENT[case]
     module = capture(function, *inputs)
-    before, context = text(module), Context(Config(recipe=None))
+    before, context = text(module), JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(module.graph, context) == 0
     assert text(module) == before and not context.notes
 
@@ -943,7 +943,7 @@ def test_symbolic_sizes() -> None:
         return delayed(lambda x: gather(x).view(4, x.shape[0], 32))(x, scales, amax)
 
     module = capture(function, *of_delayed(), dynamic=True)
-    context = Context(Config(recipe=None))
+    context = JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(module.graph, context) == 1, context.notes
     run(module)
     assert [s for s in sent(module) if "gather" in s] == ["all_gather_into_tensor uint8"]

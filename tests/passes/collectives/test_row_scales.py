@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import scaling
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.quant import ops
@@ -202,7 +202,7 @@ def test_refused(case: str) -> None:
     function, reason = REFUSED[case]
     inputs: list[Any] = [data(8, WIDTH)[0], *([torch.tensor(3.0)] if function is by_a_ranks_number else [])]
     module = capture(function, *inputs)
-    reference, context = text(module), Context(Config(recipe=None))
+    reference, context = text(module), JointContext(Config(recipe=None))
     assert QuantizeCollectives().run(module.graph, context) == 0
     run(module)
     assert text(module) == reference

@@ -14,7 +14,7 @@ from fp8pass.passes.common.read_written import read_written
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.quant.kernel_ops import QUANTIZE, ROUNDED
-from tests.helpers.harness import BF16, E4M3, F32, apply, capture, text
+from tests.helpers.harness import BF16, E4M3, F32, capture, on_kernels, text
 
 
 def of_tensor(new: Tensor, s: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def updated(
     s = torch.tensor(8.0)
     inputs = [p, copies[0], g, copies[1], torch.zeros_like(scale(p, s), dtype=F32), s]
     module = capture(update, *inputs)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     return module, inputs
 
 
@@ -75,7 +75,7 @@ def test_a_scale_of_the_new_weight(scale: Callable[[Tensor, Tensor], Tensor], re
     module(*got)
     before = text(module)
     assert read_written(module.graph) == 0 and text(module) == before, "a second run finds something"
-    apply(module, UpdateTiles())
+    on_kernels(module, UpdateTiles())
     module(*tiled)
     for a, b, c in zip(wanted, got, tiled, strict=True):
         assert torch.equal(a.float(), b.float()) and torch.equal(a.float(), c.float())

@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass.graph.annotation import STATE_INPUTS, Annotation
+from fp8pass.lowering.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
 from fp8pass.passes.common.state_inputs import INPUTS
-from fp8pass.pipeline import annotated as annotate
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, StaticScaling
 from fp8pass.runtime.frozen_weights import FrozenWeightInput

@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import RECORDED
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes, Slot, _groups, match
-from tests.helpers.harness import BF16, E4M3, apply, aten, capture, count
+from tests.helpers.harness import BF16, E4M3, aten, capture, count, on_kernels
 
 
 def step(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,18 +108,18 @@ def test_a_weight_is_in_the_group_of_its_matmul() -> None:
 
 def test_one_stage_and_one_record_for_each_group() -> None:
     module = captured()
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     assert count(module, aten.copy_.default) == 2
     whole = [n for n in module.graph.nodes if n.target is aten.amax.default and n.args[1:] == ([1],)]
     assert [n.meta["val"].shape for n in whole] == [(2,), (2,)]
-    assert BatchAmaxes().run(module.graph, Context(Config(recipe=None))) == 0
+    assert BatchAmaxes().run(module.graph, KernelsContext(Config(recipe=None))) == 0
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_same_bits(bad: float | None) -> None:
     module = captured()
     mine, wanted = inputs(bad), inputs(bad)
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     check_bits(module, step, bad)
     module(*mine)
     assert mine[-1][1] == (3.0 if bad is not None else max(3.0, float(wanted[1].abs().max())))
@@ -130,7 +130,7 @@ def test_same_bits(bad: float | None) -> None:
 def test_a_group_of_slots_that_do_not_follow_one_another(function: Callable[..., Any], bad: float | None) -> None:
     """A model that is called twice has such slots: its first layer has 0 and 2. One record writes them all."""
     module = captured(function)
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     assert count(module, aten.copy_.default) == 1
     assert count(module, aten.amax.default) == 4 + 2  # the first stages, and one last stage for each group
     check_bits(module, function, bad)
@@ -140,7 +140,7 @@ def test_a_group_of_slots_that_do_not_follow_one_another(function: Callable[...,
 def test_the_first_reader_of_an_inverse_scale(function: Callable[..., Any]) -> None:
     """It may be an op other than a matmul, before the tensors of other amaxes of that depth, or only the output."""
     module = captured(function)
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     check_bits(module, function)
 
 
@@ -155,7 +155,7 @@ def check_bits(module: fx.GraphModule, function: Callable[..., Any], bad: float 
 def test_updates_without_the_mark_stay() -> None:
     module = capture(step, *inputs())
     before = module.code
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     assert module.code == before
 
 
@@ -168,7 +168,7 @@ def test_kernels_of_equal_layers_have_equal_indices() -> None:
     """The second group reads elements 0 and 1 of its own vector, not 2 and 3 of the vector of all slots."""
     module = captured()
     wanted = module(*inputs())
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     (vector,) = vectors(module)
     elements = [n for n in module.graph.nodes if n.target is aten.select.int and n.args[0] is vector]
     assert [n.args[1:] for n in elements] == [(0, 0), (0, 1)]
@@ -193,6 +193,6 @@ def test_kernels_do_not_wait_for_scales_of_this_step() -> None:
             chosen.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(chosen, delete_user_cb=lambda user, chosen=chosen: user is not chosen)
     wanted = module(*inputs())
-    apply(module, BatchAmaxes())
+    on_kernels(module, BatchAmaxes())
     assert vectors(module) == []
     assert all(torch.equal(a, b) for a, b in zip(wanted, module(*inputs()), strict=True))

@@ -15,12 +15,12 @@ from tests.helpers.harness import (
     E4M3,
     E5M2,
     F32,
-    apply,
     aten,
     capture,
     count,
     expect_graph,
     fp8,
+    on_kernels,
     scale,
     sqnr,
 )
@@ -56,7 +56,7 @@ def operands(a: torch.dtype = E4M3, b: torch.dtype = E4M3) -> tuple[Tensor, ...]
 def test_graph(processor: Any) -> None:
     processor(SAPPHIRE_RAPIDS)
     module = capture(linear, *operands())
-    apply(module, EmulateMatmuls())
+    on_kernels(module, EmulateMatmuls())
     expect_graph(
         module,
         """\
@@ -84,7 +84,7 @@ return convert_element_type_default_3
 def test_only_matmuls_without_a_kernel_are_emulated(processor: Any, can: Any, a: torch.dtype, b: torch.dtype) -> None:
     processor(can)
     module = capture(linear, *operands(a, b))
-    apply(module, EmulateMatmuls())
+    on_kernels(module, EmulateMatmuls())
     assert count(module, aten._scaled_mm.default) == (can is not SAPPHIRE_RAPIDS or a != b)
 
 
@@ -110,7 +110,7 @@ def test_a_limit_of_onednn_counts_where_torch_calls_it(
 def test_on_a_gpu_nothing_is_emulated(processor: Any) -> None:
     processor(SAPPHIRE_RAPIDS)
     module = capture(linear, *operands(), device="cuda")
-    apply(module, EmulateMatmuls())
+    on_kernels(module, EmulateMatmuls())
     assert count(module, aten._scaled_mm.default) == 1
 
 
@@ -123,7 +123,7 @@ def test_the_numbers_are_those_of_the_op(processor: Any, dtype: torch.dtype) -> 
 
     a, b, s, *_ = operands()
     module = capture(plain, a, b, s)
-    apply(module, EmulateMatmuls())
+    on_kernels(module, EmulateMatmuls())
     exact = (a.double() @ b.double().t()) * 0.25
     assert sqnr(exact.to(dtype), plain(a, b, s)) > 60
     assert sqnr(exact.to(dtype), module(a, b, s)) > 60
@@ -135,5 +135,5 @@ def test_fp8_results_stay(processor: Any) -> None:
     module = capture(
         lambda a, b, s: torch._scaled_mm(a, b.t(), s, s, out_dtype=E4M3), fp8(32, 64), fp8(48, 64), scale()
     )
-    apply(module, EmulateMatmuls())
+    on_kernels(module, EmulateMatmuls())
     assert count(module, aten._scaled_mm.default) == 1

@@ -13,7 +13,7 @@ from fp8pass import scaling
 from fp8pass.graph.builder import laid_out_alike
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.quant.kernel_ops import QUANTIZE
-from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, apply, capture, count, expect_graph, scale, text
+from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, capture, count, expect_graph, on_kernels, scale, text
 
 
 def test_graph() -> None:
@@ -31,7 +31,7 @@ convert_element_type_1: "f8e4m3fn[4, 8]" = prims.convert_element_type.default(cl
 return convert_element_type_1
 """,
     )
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     expect_graph(
         module,
         """\
@@ -63,13 +63,13 @@ def test_same_bits(case: str, dtype: torch.dtype) -> None:
     inputs = INPUTS[case]
     module = capture(lambda x, s: scaling.quantize(x, s, dtype), *inputs)
     wanted = module(*inputs)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [QUANTIZE]
     got = module(*inputs)
     assert got.dtype == wanted.dtype and laid_out_alike(got, wanted)
     assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     before = text(module)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     assert text(module) == before, "a second run finds something"
 
 
@@ -81,7 +81,7 @@ def test_the_cast_to_float32_may_have_other_readers() -> None:
     x = torch.randn(4, 8, dtype=BF16)
     module = capture(function, x, scale())
     wanted = module(x, scale())
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     (folded,) = (n for n in module.graph.nodes if n.target is QUANTIZE)
     assert folded.args[0].op == "placeholder"
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(x, scale()), strict=True))
@@ -92,7 +92,7 @@ def test_integers_stay_cast(dtype: torch.dtype) -> None:
     x = torch.randint(0, 2, (4, 8)).to(dtype)
     module = capture(lambda x, s: scaling.quantize(x.float(), s, E4M3), x, scale())
     wanted = module(x, scale())
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     (folded,) = (n for n in module.graph.nodes if n.target is QUANTIZE)
     assert folded.args[0].target is torch.ops.prims.convert_element_type.default
     assert torch.equal(module(x, scale()).float(), wanted.float())
@@ -124,12 +124,12 @@ def test_other_patterns_do_not_change(case: str) -> None:
     function, inputs = UNTOUCHED[case]
     module = capture(function, *inputs)
     before = text(module)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     assert text(module) == before
     assert count(module, QUANTIZE) == 0
 
 
 def test_symbolic_sizes() -> None:
     module = capture(lambda x, s: scaling.quantize(x, s, E4M3), torch.randn(4, 8), scale(), dynamic=True)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     assert count(module, QUANTIZE) == 1

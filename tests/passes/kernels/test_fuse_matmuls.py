@@ -18,7 +18,7 @@ from fp8pass.fused.choice import Decide
 from fp8pass.fused.places import CannotFuse
 from fp8pass.fused.tiles import candidates
 from fp8pass.graph.builder import val
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
 from fp8pass.passes.common.gpu import Gpu
@@ -28,7 +28,7 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
 from fp8pass.passes.kernels.fused_matmul import match, plan_of, tiled, why_other
 from fp8pass.quant.kernel_ops import QUANTIZE
-from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run, scale
+from tests.helpers.harness import BF16, E4M3, E5M2, F32, capture, count, on_kernels, scale
 
 H100 = Gpu(90, 132, 232448)
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def captured(
 
     a, b = torch.zeros(m, k, dtype=E4M3), torch.zeros(n, k, dtype=E4M3)
     module = capture(whole, a, b, torch.tensor(1.0), torch.tensor(2.0), *more)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     return module
 
 
@@ -69,7 +69,7 @@ def both(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, .
 
 def fused(module: fx.GraphModule, **options: Any) -> Any:
     """Run the pass, and return its context."""
-    return run(module, FuseMatmuls(), config=Config(recipe=None, **{"epilogues": "always", **options}))
+    return on_kernels(module, FuseMatmuls(), config=Config(recipe=None, **{"epilogues": "always", **options}))
 
 
 def test_one_kernel_writes_fp8_in_both_orientations_and_an_amax_for_each_tile() -> None:
@@ -247,7 +247,7 @@ def test_a_tensor_whose_quantized_copy_the_matmul_waits_for_stays_out() -> None:
 
     a, saved = torch.zeros(64, 64, dtype=E4M3), torch.zeros(64, 64, dtype=BF16)
     module = capture(function, a, a, torch.tensor(1.0), torch.tensor(1.0), saved)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     assert len(matched(module).epilogue.quantizes) == 1
     fused(module)
     assert count(module, QUANTIZE) == 1
@@ -382,7 +382,7 @@ def timed(clock: Any, times: int = 1, **options: Any) -> tuple[fx.GraphModule, A
     fused_matmul._fastest.clear()
     for _ in range(times):
         module = captured(lambda y, s: both(F.relu(y) * 2, s), m=512, n=512)
-        context = Context(Config(recipe=None, **{"epilogues": "auto", **options}), seconds_of=clock)
+        context = KernelsContext(Config(recipe=None, **{"epilogues": "auto", **options}), seconds_of=clock)
         FuseMatmuls().run(module.graph, context)
     return module, context
 

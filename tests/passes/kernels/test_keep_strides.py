@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import STRIDES
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.quant.kernel_ops import LAID_OUT
-from tests.helpers.harness import apply, capture, count, expect_graph
+from tests.helpers.harness import capture, count, expect_graph, on_kernels
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -36,7 +36,7 @@ def captured(noted: list[Any], dynamic: bool = False) -> fx.GraphModule:
 
 def test_graph() -> None:
     module = captured(["own", "own", None])
-    context = Context(Config(recipe=None))
+    context = KernelsContext(Config(recipe=None))
     assert [KeepStrides().run(module.graph, context) for _ in range(2)] == [1, 0]
     expect_graph(
         module,
@@ -56,7 +56,7 @@ return getitem
 
 def test_an_input_with_other_strides_is_copied() -> None:
     module = captured([None, (512, 16, 64, 1), None])
-    apply(module, KeepStrides())
+    on_kernels(module, KeepStrides())
     assert count(module, LAID_OUT) == 1
     q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
     torch.testing.assert_close(module(q, k, v), function(q, k, v))
@@ -64,7 +64,7 @@ def test_an_input_with_other_strides_is_copied() -> None:
 
 def test_symbolic_strides_become_nodes() -> None:
     module = captured(["own", None, None], dynamic=True)
-    apply(module, KeepStrides())
+    on_kernels(module, KeepStrides())
     (made,) = (n for n in module.graph.nodes if n.target is LAID_OUT)
     assert made.meta["val"].stride() == made.args[0].meta["val"].stride()
     assert not any(isinstance(stride, torch.SymInt) for stride in made.args[1])
@@ -75,11 +75,11 @@ def test_a_note_that_does_not_fit_is_a_fault() -> None:
     (node,) = (n for n in module.graph.nodes if n.target is ATTENTION)
     node.meta[STRIDES].pop()
     with pytest.raises(AssertionError, match="reads 3 tensors, and 2 have a note"):
-        apply(module, KeepStrides())
+        on_kernels(module, KeepStrides())
 
 
 def test_a_graph_without_notes_stays() -> None:
     module = capture(function, *(torch.randn(2, 4, 8, 16) for _ in range(3)))
     before = str(module.graph)
-    apply(module, KeepStrides())
+    on_kernels(module, KeepStrides())
     assert str(module.graph) == before

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import ONE_STAGE
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.materialize import MAX_AMAX_INPUT, MAX_ELEMENTS, Materialize
-from tests.helpers.harness import BF16, E4M3, apply, aten, capture, count, expect_graph, fp8, scale, text
+from tests.helpers.harness import BF16, E4M3, aten, capture, count, expect_graph, fp8, on_kernels, scale, text
 
 
 def begin(buffer: Tensor, forward: Tensor, backward: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ select_1: "f32[]" = aten.select.int(mul, 0, 2)
 return (select, select_1)
 """,
     )
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     expect_graph(
         module,
         """\
@@ -76,7 +76,7 @@ def two_matmuls(x: Tensor, w: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Ten
 
 def test_graph_of_an_operand_of_two_matmuls() -> None:
     module = capture(two_matmuls, torch.randn(32, 64), fp8(16, 64), fp8(48, 64), scale())
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     expect_graph(
         module,
         """\
@@ -119,7 +119,7 @@ def test_same_bits(case: str) -> None:
     function, make, forced = SAME[case]
     inputs = make()
     module = capture(function, *inputs)
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     assert count(module, aten.cat.default) == 0
     assert count(module, FORCE_STRIDE_ORDER) == forced
     copies = [x.clone() for x in inputs]
@@ -129,7 +129,7 @@ def test_same_bits(case: str) -> None:
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a.float(), b.float())
     before = text(module)
-    assert Materialize().run(module.graph, Context(Config(recipe=None))) == 0
+    assert Materialize().run(module.graph, KernelsContext(Config(recipe=None))) == 0
     module.recompile()
     assert text(module) == before, "a second run finds something"
 
@@ -157,7 +157,7 @@ def test_graphs_that_would_gain_nothing_do_not_change(case: str) -> None:
     function, inputs = UNTOUCHED[case]
     module = capture(function, *inputs)
     before = text(module)
-    assert Materialize().run(module.graph, Context(Config(recipe=None))) == 0
+    assert Materialize().run(module.graph, KernelsContext(Config(recipe=None))) == 0
     module.recompile()
     assert text(module) == before
 
@@ -165,7 +165,7 @@ def test_graphs_that_would_gain_nothing_do_not_change(case: str) -> None:
 def test_graphs_with_symbolic_sizes_do_not_change() -> None:
     module = capture(lambda a, b: torch.cat([a, b]).exp()[1:], torch.rand(3), torch.rand(2), dynamic=True)
     before = text(module)
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     assert text(module) == before
 
 
@@ -176,7 +176,7 @@ def test_amaxes_that_must_be_one_launch() -> None:
         return history.amax(0), rows.amax(), x.amax(1), rows.view(8, -1).sum(1)
 
     module = capture(function, torch.rand(16, 24), torch.rand(64), torch.rand(1, 1).expand(2, MAX_AMAX_INPUT))
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     amaxes = [n for n in module.graph.nodes if n.op == "call_function"]
     assert [ONE_STAGE in n.meta for n in amaxes if n.target is aten.amax.default] == [True, True, False]
     assert not any(ONE_STAGE in n.meta for n in amaxes if n.target is not aten.amax.default)
@@ -188,7 +188,7 @@ def test_an_expanded_number_whose_parts_are_read_is_not_stored() -> None:
         return expanded[:3] + 1, expanded[3:] + 1
 
     module = capture(gradient_of_a_sum_of_a_cat, torch.ones(()))
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     assert count(module, FORCE_STRIDE_ORDER) == 0 and count(module, aten.slice.Tensor) == 2
 
 
@@ -202,7 +202,7 @@ def test_an_operand_of_several_matmuls_with_a_symbolic_size() -> None:
         return torch.randn(2, length, 64), fp8(32, 64), fp8(48, 64), scale()
 
     module = capture(twice, *inputs(8), dynamic=True)
-    apply(module, Materialize())
+    on_kernels(module, Materialize())
     assert count(module, FORCE_STRIDE_ORDER) == 1
     module.graph.lint()
     for length in (8, 12):

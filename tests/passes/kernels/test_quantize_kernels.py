@@ -27,7 +27,7 @@ from fp8pass.quant.ops import Blockwise
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling
 from fp8pass.scaling import amax, power_of_2_from_amax, quantize
 from tests.helpers.fused_matmuls import both
-from tests.helpers.harness import BF16, E4M3, E5M2, apply, capture, count, run, scale
+from tests.helpers.harness import BF16, E4M3, E5M2, capture, count, on_kernels, run, scale
 from tests.helpers.quantize_kernels import CASES, inputs_of, scaled_by_rows
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     module = capture(function, *inputs)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     return module
 
 
@@ -61,7 +61,7 @@ def rewritten(function: Callable[..., Any], *inputs: Tensor) -> list[TilesPlan]:
         return [(r.shape, r.stride(), r.dtype) for r in map(val, module.graph.output_node().args[0])]  # type: ignore[arg-type]
 
     before = results()
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     assert results() == before
     return plans(module)
 
@@ -161,7 +161,7 @@ def test_scales_of_blocks_lie_as_matmuls_read_them() -> None:
         return x_q, *in_blocks(x, (0,)), scale_inv.t().contiguous()
 
     module = captured(laid_out, torch.zeros(256, 384, dtype=BF16))
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     (by_blocks,) = (n for n in module.graph.output_node().args[0] if val(n).shape == (3, 256))  # type: ignore[union-attr]
     assert by_blocks.target is operator.getitem
 
@@ -179,7 +179,7 @@ def test_an_amax_of_blocks_that_others_read_is_written_too() -> None:
 
 def test_heads_of_attention_are_read_where_they_are() -> None:
     module = captured(CASES["heads"][0], *inputs_of("heads", 128, 192))
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     (plan,) = plans(module)
     # [2, 12, 64, 16] in memory: after 64 positions the next batch, after 16 columns the next head
     ((_, code),) = plan.codes
@@ -192,7 +192,7 @@ def test_heads_of_attention_are_read_where_they_are() -> None:
 def test_heads_are_rotated_by_one_kernel_and_halves_computed_together(name: str) -> None:
     """Queries of 128 columns by a cat of halves, keys of 80 by scattered halves, in heads of 16."""
     module = captured(CASES[name][0], *inputs_of(name, 128, 80))
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     for plan in plans(module):
         assert (plan.rows, plan.columns, plan.half) == (128, 104, 8)
         assert [start for start, _ in plan.codes] == [0, 64]
@@ -202,7 +202,7 @@ def test_heads_are_rotated_by_one_kernel_and_halves_computed_together(name: str)
 def test_equal_parts_that_are_arranged_are_computed_apart() -> None:
     """As queries and keys of as many heads: a tile lies in one of them."""
     module = captured(CASES["rotated"][0], *inputs_of("rotated", 128, 128))
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     (plan,) = plans(module)
     assert [len(code.results) for _, code in plan.codes] == [4, 4]
 
@@ -265,7 +265,7 @@ def a_part_of_zeros(x: Tensor, s: Tensor) -> Any:
 @pytest.mark.parametrize("function", [two_orders, only_some, unlike_types, a_part_of_zeros])
 def test_unusual_heads_are_no_fault(function: Callable[..., Any]) -> None:
     module = captured(function, HEADS, scale())
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     if function is unlike_types:  # the part of integers is promoted before it is joined
         assert "tmp0 = x0.to(tl.int32)\n    tmp1 = tmp0.to(tl.float32)" in source_of(plans(module)[0])
     if function is a_part_of_zeros:  # both branches have results of the tile's shape
@@ -276,7 +276,7 @@ def test_heads_that_are_scaled_by_a_size_or_on_another_device_are_left_to_induct
     module = captured(lambda x, t, s: both(by_position(x * t), s), HEADS, torch.tensor(2.0), scale())
     (_, table, _) = module.graph.find_nodes(op="placeholder")
     table.meta["val"] = table.meta["val"].to("meta")
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     assert not plans(module)
 
 
@@ -285,7 +285,7 @@ def test_the_kernel_is_the_same_in_each_process() -> None:
     found: list[str] = []
     for _ in range(4):
         module = captured(CASES["by_rows"][0], *inputs_of("by_rows", 128, 192))
-        run(module, QuantizeKernels())
+        on_kernels(module, QuantizeKernels())
         found += map(source_of, plans(module))
     assert len(set(found)) == 1
 
@@ -322,7 +322,7 @@ def test_a_kernel_runs_before_its_input_is_overwritten(function: Callable[..., A
         write = module.graph.call_function(aten.copy_.default, (x, new))
     write.meta["val"] = val(x)  # type: ignore[arg-type]
     output.update_arg(0, (x_q,))
-    run(module, QuantizeKernels())
+    on_kernels(module, QuantizeKernels())
     (kernel,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     assert kernel < write
 

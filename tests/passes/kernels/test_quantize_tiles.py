@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.node_meta import WITH_AMAX
 from fp8pass.options.config import Config
 from fp8pass.passes.common import tiles
@@ -19,13 +19,13 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, REPEATED
 from tests.helpers import harness
-from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, apply, aten, count, expect_graph, scale, text
+from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, aten, count, expect_graph, on_kernels, scale, text
 
 
 def capture(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
     """Capture a graph and run fold_quantizes, the pass before this one."""
     module = harness.capture(function, *inputs, dynamic=dynamic)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     return module
 
 
@@ -66,7 +66,7 @@ sum_1: "bf16[32]" = aten.sum.dim_IntList(x_1, [0])
 return (convert_element_type, quantize_default, clone, sum_1)
 """,
     )
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     expect_graph(
         module,
         """\
@@ -99,7 +99,7 @@ return (convert_element_type, reshape_default_3, reshape_default_2, convert_elem
 def test_graph_without_tiles() -> None:
     """The number of rows is not a multiple of 64, so the copy is made right after the tensor is quantized."""
     module = capture(with_amax, torch.randn(60, 32, dtype=BF16), scale())
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     expect_graph(
         module,
         """\
@@ -164,14 +164,14 @@ def test_same_bits(case: str) -> None:
     function, inputs = cases()[case]
     module = capture(function, *inputs)
     wanted = module(*inputs)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert tiled(module)
     got = module(*inputs)
     for a, b in zip(wanted, got, strict=True) if isinstance(wanted, tuple) else [(wanted, got)]:
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a.float(), b.float())
     before = text(module)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert text(module) == before, "a second run finds something"
 
 
@@ -194,13 +194,13 @@ def test_without_tiles_the_copy_comes_right_after_the_quantize(case: str) -> Non
     function, inputs = DECLINED[case]
     module = capture(function, *inputs)
     wanted = module(*inputs)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     quantize = next(n for n in module.graph.nodes if n.meta["val"].dtype == E4M3)
     assert (quantize.next.target, quantize.next.next.target) == (aten.permute.default, aten.clone.default)
     assert list(quantize.meta["val"].shape) == list(wanted[0].shape), "has tiles"
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(*inputs), strict=True))
     before = text(module)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert text(module) == before, "a second run finds something"
 
 
@@ -229,7 +229,7 @@ def test_other_copies_do_not_change(case: str) -> None:
     function, inputs = UNKNOWN[case]
     module = capture(function, *inputs)
     before = text(module)
-    assert QuantizeTiles().run(module.graph, Context(Config(recipe=None))) == 0
+    assert QuantizeTiles().run(module.graph, KernelsContext(Config(recipe=None))) == 0
     module.recompile()
     assert text(module) == before
 
@@ -237,14 +237,14 @@ def test_other_copies_do_not_change(case: str) -> None:
 def test_graphs_with_symbolic_sizes_do_not_change() -> None:
     module = capture(both, torch.randn(128, 32), scale(), dynamic=True)
     before = text(module)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert text(module) == before
 
 
 def test_a_matrix_without_rows() -> None:
     """0 rows are a multiple of 64."""
     module = capture(both, torch.randn(0, 32), scale())
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert [list(x.shape) for x in module(torch.randn(0, 32), scale())] == [[0, 32], [32, 0]]
 
 
@@ -253,7 +253,7 @@ def test_amax_of_nonfinite_elements(bad: float) -> None:
     x = torch.randn(128, 32, dtype=BF16)
     x[70, 3] = bad
     module = capture(with_amax, x, scale())
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     amax, x_q, x_t = module(x, scale())
     assert torch.equal(amax.isnan(), torch.tensor(bad != bad))
     torch.testing.assert_close(amax, scaling.amax(x), rtol=0, atol=0, equal_nan=True)
@@ -276,7 +276,7 @@ def test_column_sums_are_exact_up_to_the_last_rounding(case: str, dtype: torch.d
     """The gradient of a bias is summed in float32 over all tiles, and rounded once."""
     x = (torch.randn(1024, 32) + 0.5).to(dtype)
     module = capture(lambda x, s: (*with_amax(x, s), SUMS[case](x)), x, scale())
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     sums = [n for n in module.graph.nodes if n.target is aten.sum.dim_IntList]
     assert [list(n.meta["val"].shape) for n in sums] == [[16, 32], [32]]
     assert {n.meta["val"].dtype for n in sums} == {F32}
@@ -293,7 +293,7 @@ def test_sums_other_than_of_columns_in_float32_stay() -> None:
     x = torch.randn(128, 128)
     module = capture(function, x, scale())
     wanted = module(x, scale())
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert [n.args[1:] for n in module.graph.nodes if n.target is aten.sum.dim_IntList] == [
         ([1],),
         ([0],),
@@ -314,7 +314,7 @@ def test_sums_over_more_elements_than_a_tile_has() -> None:
     ):
         assert rows % ROWS == 0
         module = capture(both, torch.randn(rows, columns), scale())
-        apply(module, QuantizeTiles())
+        on_kernels(module, QuantizeTiles())
         tiles = next(n for n in module.graph.nodes if n.target is aten.reshape.default)
         assert list(tiles.meta["val"].shape) == [chunks, rows // chunks, columns]
 
@@ -329,7 +329,7 @@ def test_a_quantize_with_its_own_amax_is_not_marked(own: bool, waiting: int) -> 
         return amax, x_q, x_q.permute(1, 0).clone(memory_format=torch.contiguous_format)
 
     module = capture(both, torch.randn(128, 64, dtype=BF16), torch.ones(()))
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert sum(WITH_AMAX in n.meta for n in module.graph.nodes) == waiting
 
 
@@ -354,7 +354,7 @@ def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.Monkey
     inputs = parts()
     module = capture(gradients_of_swiglu, *inputs)
     wanted = module(*inputs)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     made = [n for n in module.graph.nodes if n.target is CONCATENATED]
     shapes = sorted((list(n.meta["val"].shape), len(n.args[0])) for n in made)
     # sums and amaxes of the columns of two tiles; the quantized tensor and its transpose
@@ -364,7 +364,7 @@ def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.Monkey
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         torch.testing.assert_close(a.float(), b.float(), rtol=1e-2 * (a is wanted[-1]), atol=1e-2 * (a is wanted[-1]))
     before = text(module)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert text(module) == before, "a second run finds something"
 
 
@@ -386,7 +386,7 @@ def test_a_part_that_takes_many_ops_is_computed_for_each_of_its_readers(monkeypa
     )
     module = capture(gradients_of_rotary_positions, *inputs)
     wanted = module(*inputs)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     (repeated,) = (n for n in module.graph.nodes if n.target is REPEATED)
     assert repeated.args[1] == len(repeated.users) == 3  # an amax, and both orientations
     assert (count(module, CONCATENATED), count(module, aten.cat.default)) == (3, 1)
@@ -400,7 +400,7 @@ def test_weights_joined_by_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
     inputs = torch.randn(64, 32, dtype=BF16), torch.randn(128, 32, dtype=BF16) * 3, scale(8.0)
     module = capture(lambda q, k, s: with_amax(torch.cat([q, k]), s), *inputs)
     wanted = module(*inputs)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert (count(module, JOINED), count(module, aten.cat.default), count(module, QUANTIZE)) == (1, 0, 2)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(*inputs), strict=True))
 
@@ -418,7 +418,7 @@ def test_cats_that_stay_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = parts()
     module = capture(WHOLE[case], *inputs)
     wanted = module(*inputs)
-    apply(module, QuantizeTiles())
+    on_kernels(module, QuantizeTiles())
     assert (count(module, CONCATENATED), count(module, aten.cat.default)) == (0, 1)
     assert tiled(module)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted[:3], module(*inputs)[:3], strict=True))

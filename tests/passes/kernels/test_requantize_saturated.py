@@ -25,7 +25,7 @@ from fp8pass.passes.kernels.requantize_saturated import RequantizeSaturated
 from fp8pass.quant import ops
 from fp8pass.quant.kernel_ops import QUANTIZE, SATURATED
 from fp8pass.recipes import DelayedScaling
-from tests.helpers.harness import BF16, E4M3, E5M2, apply, aten, capture, count, run, text
+from tests.helpers.harness import BF16, E4M3, E5M2, aten, capture, count, on_kernels, text
 
 AGAIN, ONCE = DelayedScaling(on_saturation="requantize"), DelayedScaling()
 H100 = Gpu(90, 132, 232448)
@@ -53,7 +53,7 @@ def quantizing(
 
 def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
     module = capture(function, *inputs, dynamic=dynamic)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     return module
 
 
@@ -64,7 +64,7 @@ X, SCALES = torch.randn(128, 96).to(BF16), torch.tensor([3.0, 5.0])
 @pytest.mark.parametrize("turned", [True, False])
 def test_quantized_by_the_delayed_scale_and_again_by_a_kernel(dtype: torch.dtype, turned: bool) -> None:
     module = captured(quantizing(AGAIN, dtype, turned), X, SCALES)
-    apply(module, RequantizeSaturated())
+    on_kernels(module, RequantizeSaturated())
     (call,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     of = kernel_called(call).requantize
     assert of == Requantize(128, 96, dtype, turned, programs=4) and of.tiles == 4
@@ -83,7 +83,7 @@ def test_the_count_is_taken_in_tiles_with_the_amax() -> None:
     """So that the kernel that quantizes takes both, and reads the tensor once."""
     module = captured(quantizing(AGAIN), X, SCALES)
     assert sum(is_count(n) for n in module.graph.nodes) == 1
-    apply(module, RequantizeSaturated(), QuantizeTiles())
+    on_kernels(module, RequantizeSaturated(), QuantizeTiles())
     (saturated,) = module.graph.find_nodes(op="call_function", target=SATURATED)
     assert list(saturated.meta["val"].shape) == [2, 64, 96]
     (columns,) = saturated.users
@@ -113,7 +113,7 @@ def test_what_stays_as_it_is(case: str) -> None:
     function, x, dynamic = UNCHANGED[case]
     module = captured(function, x, SCALES, dynamic=dynamic)
     before = text(module)
-    apply(module, RequantizeSaturated())
+    on_kernels(module, RequantizeSaturated())
     assert text(module) == before
 
 
@@ -121,7 +121,7 @@ def test_not_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "pretended_device", None)
     module = captured(quantizing(AGAIN), X, SCALES)
     before = text(module)
-    apply(module, RequantizeSaturated())
+    on_kernels(module, RequantizeSaturated())
     assert text(module) == before
 
 
@@ -137,7 +137,7 @@ def test_a_matmul_does_not_quantize_its_result_and_says_so(
 
     a, b = torch.zeros(128, 64, dtype=E4M3), torch.zeros(256, 64, dtype=E4M3)
     module = captured(whole, a, b, torch.tensor(1.0), SCALES)
-    context = run(module, FuseMatmuls(), config=Config(recipe=None, epilogues="always"))
+    context = on_kernels(module, FuseMatmuls(), config=Config(recipe=None, epilogues="always"))
     assert count(module, aten._scaled_mm.default) == bool(note)
     (said,) = context.fused.values()
     assert said == note if note else said.startswith("its kernel computes the ops after it and quantizes")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.options.config import Config
 from fp8pass.passes.common.foreach import SPLITS
 from fp8pass.passes.kernels.split_foreach import SplitForeach, match
-from tests.helpers.harness import BF16, E4M3, F32, apply, aten, capture, expect_graph, scale, text
+from tests.helpers.harness import BF16, E4M3, F32, aten, capture, expect_graph, on_kernels, scale, text
 
 ROUNDS_TWICE = torch.__version__.startswith("2.11.")
 """torch 2.11 decomposes a product plus a tensor into two ops, where its kernels and newer versions round once."""
@@ -74,7 +74,7 @@ convert_element_type: "f8e4m3fn[1024, 300]" = prims.convert_element_type.default
 return (getitem_2, getitem_3, convert_element_type)
 """,
     )
-    apply(module, SplitForeach())
+    on_kernels(module, SplitForeach())
     expect_graph(
         module,
         """\
@@ -154,7 +154,7 @@ def test_same_bits(case: str, dtype: torch.dtype) -> None:
     ops = len(sizes(module))
     torch_splits = torch.__version__ >= "2.14" and (case, dtype) == ("lerp, weight", BF16)  # as it traces
     assert bool(ops) != torch_splits and sizes(module) == [[8, 1024 * 300 * rows]] * ops
-    apply(module, SplitForeach())
+    on_kernels(module, SplitForeach())
     assert sizes(module) == [[8]] * ops
     for a, b in zip(wanted, module(s, *tensors), strict=True):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
@@ -163,7 +163,7 @@ def test_same_bits(case: str, dtype: torch.dtype) -> None:
         else:
             assert torch.equal(a.float(), b.float())
     before = text(module)
-    assert SplitForeach().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
+    assert SplitForeach().run(module.graph, KernelsContext(Config(recipe=None))) == 0, "a second run finds something"
     assert text(module) == before
 
 
@@ -174,7 +174,7 @@ def test_an_op_on_large_tensors_alone_is_removed() -> None:
 
     a, b, s = torch.randn(LARGE), torch.randn(LARGE), scale()
     module = capture(update, s, a, b)
-    apply(module, SplitForeach())
+    on_kernels(module, SplitForeach())
     assert sizes(module) == []
     x, y, _ = module(s, a, b)
     assert torch.equal(x, a * 2) and torch.equal(y, b * 3)
@@ -189,7 +189,7 @@ def test_positions_of_small_tensors() -> None:
 
     xs = [torch.full(shape, 1.0) for shape in (LITTLE, LARGE, LITTLE, LARGE, LITTLE)]
     module = capture(update, scale(), *xs)
-    apply(module, SplitForeach())
+    on_kernels(module, SplitForeach())
     assert sizes(module) == [[8, 8, 8]]
     assert [float(y.mean()) for y in module(scale(), *xs)[:5]] == [1, 2, 3, 4, 5]
 
@@ -204,7 +204,7 @@ def test_a_large_argument_counts_as_well() -> None:
         return y, scaling.quantize(y, s, E4M3)
 
     module = capture(update, scale(), p, m)
-    apply(module, SplitForeach())
+    on_kernels(module, SplitForeach())
     assert sizes(module) == []
 
 
@@ -239,7 +239,7 @@ def test_other_ops_do_not_change(case: str) -> None:
     module = capture(UNTOUCHED[case], scale(), torch.randn(1024, 300), torch.randn(1024, 300))
     assert any("_foreach_" in str(n.target) for n in module.graph.nodes)
     before = text(module)
-    assert SplitForeach().run(module.graph, Context(Config(recipe=None))) == 0
+    assert SplitForeach().run(module.graph, KernelsContext(Config(recipe=None))) == 0
     module.recompile()
     assert text(module) == before
 

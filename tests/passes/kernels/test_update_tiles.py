@@ -13,7 +13,7 @@ from fp8pass import scaling
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.quant.kernel_ops import ROUNDED, WRITE
-from tests.helpers.harness import BF16, E4M3, F32, apply, capture, count, scale, text
+from tests.helpers.harness import BF16, E4M3, F32, capture, count, on_kernels, scale, text
 
 
 def both(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,17 +79,17 @@ def test_updates_write_tiles(rule: Callable[..., Any], dtype: torch.dtype) -> No
     p, g, m = (torch.randn(128, 128).to(dtype) for _ in range(3))
     inputs = p, g, m, torch.zeros(128, 128).to(E4M3), torch.zeros(128, 128).to(E4M3), torch.zeros(()), scale(8.0)
     module = capture(update, *inputs)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     wanted, got = ([x.clone() for x in inputs] for _ in range(2))
     module(*wanted)
-    apply(module, UpdateTiles())
+    on_kernels(module, UpdateTiles())
     assert count(module, WRITE) == 4
     module(*got)
     for a, b, before in zip(wanted, got, inputs, strict=True):
         assert torch.equal(a.float(), b.float())
         assert torch.equal(a.float(), before.float()) == (before is g or before is inputs[-1])
     before_ = text(module)
-    apply(module, UpdateTiles())
+    on_kernels(module, UpdateTiles())
     assert text(module) == before_, "a second run finds something"
 
 
@@ -109,10 +109,10 @@ def test_an_amax_of_the_state_that_is_taken_before_the_parameter_is_known(foreac
     copies = torch.zeros(128, 128).to(E4M3), torch.zeros(128, 128).to(E4M3)
     inputs = p, g, m, torch.tensor(3.0), *copies, torch.zeros(()), scale(8.0)
     module = capture(update, *inputs)
-    apply(module, FoldQuantizes())
+    on_kernels(module, FoldQuantizes())
     wanted, got = ([x.clone() for x in inputs] for _ in range(2))
     module(*wanted)
-    apply(module, UpdateTiles())
+    on_kernels(module, UpdateTiles())
     assert count(module, WRITE) == 4 - 2 * foreach, "writes other than of x_q, x_t, and elementwise results"
     module(*got)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, got, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import RESHAPES, as_node, through
 from fp8pass.passes.rewrite.align_arguments import AlignArguments
@@ -19,7 +19,7 @@ from tests.helpers.xla_rules_cases import results, rewritten
 
 
 def aligned(module: fx.GraphModule) -> int:
-    return AlignArguments().run(module.graph, Context(Config(recipe=None)))
+    return AlignArguments().run(module.graph, JointContext(Config(recipe=None)))
 
 
 def test_scales_of_every_rule_of_xla_are_copies() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
 from fp8pass.quant import ops
@@ -38,7 +38,7 @@ def test_numbers_are_those_of_the_op(dtype: torch.dtype) -> None:
     x[1, 32:64] = 0.0
     for scale in (square, codes):
         module = capture(lambda x, s: ops.dequantize_blocks(x, s, dtype), x, scale)
-        assert ExpandBlocks().run(module.graph, Context(Config(recipe=None))) == 1
+        assert ExpandBlocks().run(module.graph, JointContext(Config(recipe=None))) == 1
         module.recompile()
         assert count(module, ops.DEQUANTIZE_BLOCKS) == 0
         torch.testing.assert_close(
@@ -54,4 +54,4 @@ def test_numbers_are_those_of_the_op(dtype: torch.dtype) -> None:
 def test_twice_finds_nothing() -> None:
     module = capture(lambda x, s: ops.dequantize_blocks(x, s, BF16), fp8(32, 256), torch.rand(32, 2))
     run(module, ExpandBlocks())
-    assert ExpandBlocks().run(module.graph, Context(Config(recipe=None))) == 0
+    assert ExpandBlocks().run(module.graph, JointContext(Config(recipe=None))) == 0

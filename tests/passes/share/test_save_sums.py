@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.node_meta import SAVED
 from fp8pass.options.config import Config
 from fp8pass.passes.share.save_sums import SaveSums
@@ -58,7 +58,7 @@ return (sigmoid, mul)
     apply(module, SaveSums())
     assert text(module) == before
     assert saved(module) == ["add"]
-    assert SaveSums().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
+    assert SaveSums().run(module.graph, JointContext(Config(recipe=None))) == 0, "a second run finds something"
 
 
 def viewed(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:

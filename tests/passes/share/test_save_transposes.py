@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.node_meta import SAVED
 from fp8pass.options.config import Config
 from fp8pass.passes.share.save_transposes import SaveTransposes
@@ -81,7 +81,7 @@ return (_scaled_mm, _scaled_mm_1)
     assert saved(module) == [[32, 48]]
     (copy,) = (n for n in module.graph.nodes if SAVED in n.meta)
     assert copy.name == "clone"
-    assert SaveTransposes().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
+    assert SaveTransposes().run(module.graph, JointContext(Config(recipe=None))) == 0, "a second run finds something"
 
 
 def after_a_norm(w: Tensor, s: Tensor, x: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:

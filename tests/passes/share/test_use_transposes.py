@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.graph.pass_base import Context
+from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.share.use_transposes import UseTransposes
 from fp8pass.quant.ops import WITH_TRANSPOSE, with_transpose
@@ -108,7 +108,7 @@ def test_same_bits(case: str) -> None:
     args = inputs()
     module = capture(function, *args)
     before, wanted = text(module), module(*args)
-    assert UseTransposes().run(module.graph, Context(Config(recipe=None))) == found
+    assert UseTransposes().run(module.graph, JointContext(Config(recipe=None))) == found
     module.recompile()
     assert (text(module) == before) == (found == 0)
     assert (count(module, WITH_TRANSPOSE), count(module, aten.clone.default)) == (0, left)
@@ -117,7 +117,7 @@ def test_same_bits(case: str) -> None:
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a.float(), b.float())
     after = text(module)
-    assert UseTransposes().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
+    assert UseTransposes().run(module.graph, JointContext(Config(recipe=None))) == 0, "a second run finds something"
     assert text(module) == after
 
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8pass.errors import Fp8Error
+from fp8pass.lowering.update_passes import annotated_update
 from fp8pass.options.config import Config
-from fp8pass.pipeline import annotated_update
 from fp8pass.quant.moments import Moments
 from fp8pass.quant.random_bits import bits_like, key_at, keys_of
 from fp8pass.quant.sharded import Division, division_of, first_index, part_of, sizes_of_parts
