@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.demo import demo
+from fp8pass.inspect import demo
 
 MICROBATCHES = 4
 TOLERANCE = 0.01
@@ -39,7 +39,7 @@ def accumulated_step(
     return torch.stack(losses).sum()
 
 
-def trained(step: Any, steps: int, recipe: str) -> demo.Run:
+def trained(step: Any, steps: int, recipe: str) -> demo.DemoRun:
     """Train the demo's model with a step function, and return the run."""
     torch._dynamo.reset()
     run, text = demo.new_run(step.__name__, "cpu", recipe), demo.load_text()

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass._torch import counters
+from fp8pass.base._torch import counters
 
 WIDTH, TOKENS, STEPS = 64, 64, 2
 BACKENDS = ("inductor", "torchao", "delayed", "inductor:blocks", "delayed:blocks")

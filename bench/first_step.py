@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8pass.demo.demo import GPT, load_text
+from fp8pass.inspect.demo import GPT, load_text
 from fp8pass.report.report import collect
 
 STEPS = 3

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # to import fp8pass from any working directory
 
-from fp8pass.demo.demo import GPT, LEARNING_RATE, load_text, loss_of
+from fp8pass.inspect.demo import GPT, LEARNING_RATE, load_text, loss_of
 from fp8pass.quant.wire import GradientExchange, GradientFormat
 
 CHOICES = (("common", 1024), ("own", 1024), ("own", 128))

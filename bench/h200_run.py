@@ -42,7 +42,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
 
 import fp8pass
-from fp8pass._torch import counters, dynamo_config, functorch_config, inductor_config
+from fp8pass.base._torch import counters, dynamo_config, functorch_config, inductor_config
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import Target, scales_rows, target_of, why_no_block_kernel, why_no_fp8
 from fp8pass.recipes import DelayedScaling

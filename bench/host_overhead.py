@@ -31,7 +31,7 @@ from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
 
 import fp8pass
-from fp8pass.runtime.compiled_graph import Compilation, CompiledGraph
+from fp8pass.compiler.compiled_graph import Compilation, CompiledGraph
 
 WAYS = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step")
 BASE = "inductor:blocks"

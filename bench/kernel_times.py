@@ -31,11 +31,11 @@ import measured
 import roofline
 import torch
 
+from fp8pass.base.scaling import E4M3
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.kernel_time import FITTED, Code, Constants, Work, fastest, kernel_seconds, parts, resident
 from fp8pass.inspect.kernels import CUDNN_SHARES, kernel_rows
 from fp8pass.roofline import gemm_seconds
-from fp8pass.scaling import E4M3
 
 ROOT = Path(__file__).parent.parent
 FACTS = ROOT / "bench" / "results" / "kernel_times_h200.json"
@@ -107,7 +107,7 @@ class _Norm(torch.autograd.Function):
 
 def _child(request: dict[str, Any], answer: Path) -> None:
     """Inspect a model with RMSNorm as on CUDA; write all kernels with the code of every configuration."""
-    from fp8pass._torch import COMPOSITE
+    from fp8pass.base._torch import COMPOSITE
     from fp8pass.inspect import process
 
     apply: Any = _Norm.apply

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.demo import demo
-from fp8pass.runtime.parameter_bytes import COPIES, GRADIENTS, PARAMETERS, SCALES, ParameterBytes, parameter_bytes
+from fp8pass.inspect import demo
+from fp8pass.weights.parameter_bytes import COPIES, GRADIENTS, PARAMETERS, SCALES, ParameterBytes, parameter_bytes
 
 SMALL = {"WIDTH": 512, "LAYERS": 4, "CONTEXT": 16, "HEADS": 4, "BATCH": 1}
 

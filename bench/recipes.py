@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.demo.demo import load_text, new_run, train
+from fp8pass.inspect.demo import load_text, new_run, train
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, Schedule
 from fp8pass.report.report import Report, collect
 

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from fp8pass.base.scaling import E4M3
 from fp8pass.gpu.target import named
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target, as_published, sizes
@@ -52,7 +53,6 @@ from fp8pass.roofline import (
     quantize_seconds,
     scaling_of,
 )
-from fp8pass.scaling import E4M3
 
 ROOT = Path(__file__).parent.parent
 BF16 = torch.bfloat16

@@ -27,7 +27,7 @@ from torch._inductor import config as inductor_config
 from traffic import around_matmuls
 
 import fp8pass
-from fp8pass.inspect.inspector import Run, inspect
+from fp8pass.inspect.inspector import InspectedRun, inspect
 from fp8pass.report.report import saved_summary
 
 BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     return factory
 
 
-def runs(block: str) -> dict[str, Run]:
+def runs(block: str) -> dict[str, InspectedRun]:
     """Return how a block is trained, by row of the table."""
     found = {name: inspect(f"bench.blocks:{block}", options=options).runs for name, options in ROWS.items()}
     first = inspect(f"bench.blocks:{block}", peer="torchao:tensorwise").runs
@@ -76,7 +76,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _cells(run: Run) -> str:
+def _cells(run: InspectedRun) -> str:
     moved, triton, others = around_matmuls(run)
     return f"{run.bytes_saved / 1e6:.0f} | {run.peak_bytes / 1e6:.0f} | {moved / 1e6:.0f} | {triton + others}"
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.demo import demo
+from fp8pass.inspect import demo
 from fp8pass.quant.moments import scale_towards
 from fp8pass.quant.random_bits import keys_of, round_to_bfloat16
 

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass._torch import TorchDispatchMode, pytree, ranks_of
+from fp8pass.base._torch import TorchDispatchMode, pytree, ranks_of
 from fp8pass.ddp import fp8_gradients
 from fp8pass.fsdp import enable_fp8_all_gather, enable_fp8_reduce_scatter
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # to import bench.blocks from any working directory
 
-from fp8pass.inspect.inspector import Inspection, Run, inspect  # noqa: E402
+from fp8pass.inspect.inspector import InspectedRun, Inspection, inspect  # noqa: E402
 
 BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
 FUSED = "fp8pass delayed, fused"
@@ -29,7 +29,7 @@ FUSED = "fp8pass delayed, fused"
 ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", FUSED, "fp8pass rowwise")
 
 
-def around_matmuls(run: Run) -> tuple[int, int, int]:
+def around_matmuls(run: InspectedRun) -> tuple[int, int, int]:
     """Return (bytes, launches of Triton kernels, launches of ATen kernels) without matmuls and attention.
 
     A fused matmul counts with the bytes that it moves more than the matmul alone would.

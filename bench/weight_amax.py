@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.demo import demo
-from fp8pass.runtime.fp8_weight import DelayedWeight
-from fp8pass.runtime.weight_cache import weights_of
-from fp8pass.scaling import E4M3, fp8_max
+from fp8pass.base.scaling import E4M3, fp8_max
+from fp8pass.inspect import demo
+from fp8pass.weights.weight_cache import weights_of
+from fp8pass.weights.weight_copy import DelayedWeight
 
 SMALL = {"WIDTH": 128, "LAYERS": 2, "CONTEXT": 64, "HEADS": 4}
 

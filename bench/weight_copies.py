@@ -12,7 +12,7 @@ import argparse
 
 from traffic import around_matmuls
 
-from fp8pass.inspect.inspector import Run, inspect
+from fp8pass.inspect.inspector import InspectedRun, inspect
 
 RECIPES, CACHES, FORWARDS = ("delayed", "dynamic", "rowwise"), ("off", "fp8+transpose"), {1: "one", 4: "four"}
 
@@ -26,9 +26,9 @@ def step(block: str, target: str, recipe: str, cache: str) -> tuple[int, int]:
     return around_matmuls(_part(run, False))[0], around_matmuls(update)[0]
 
 
-def _part(run: Run, is_update: bool) -> Run:
+def _part(run: InspectedRun, is_update: bool) -> InspectedRun:
     kernels = tuple(k for k in run.kernels if (k.graph == "update") == is_update)
-    return Run(run.name, kernels, run.bytes_saved, run.notes)
+    return InspectedRun(run.name, kernels, run.bytes_saved, run.notes)
 
 
 def main() -> None:

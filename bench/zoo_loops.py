@@ -98,7 +98,7 @@ class _Checks:
     def explain(self) -> None:
         """Fill the row from the report."""
         model, optimizers = self.loop.fresh()
-        with mock.patch("fp8pass.debug.explain_backend.draw_before"):
+        with mock.patch("fp8pass.inspect.explain_backend.draw_before"):
             self.row.tell(fp8pass.explain(ordinary, model, optimizers, self.loop.batch), model)
 
     def train(self) -> None:

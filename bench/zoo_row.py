@@ -464,7 +464,7 @@ def fill(row: Row, make: Callable[[], Subject]) -> None:
 @contextlib.contextmanager
 def without_passes() -> Iterator[None]:
     """Within it, the annotated graph is lowered without further passes: the reference, with the same decompositions."""
-    with mock.patch("fp8pass.lowering.order.JOINT", ()), mock.patch("fp8pass.lowering.order.KERNELS", ()):
+    with mock.patch("fp8pass.compiler.order.JOINT", ()), mock.patch("fp8pass.compiler.order.KERNELS", ()):
         yield
 
 
@@ -486,7 +486,7 @@ class _Checks:
 
     def explain(self) -> None:
         """Fill the row from the report."""
-        with mock.patch("fp8pass.debug.explain_backend.draw_before"):  # the drawings are not used
+        with mock.patch("fp8pass.inspect.explain_backend.draw_before"):  # the drawings are not used
             config = make_config(dict(self.sample.options))
             report = fp8pass.explain(copy.deepcopy(self.sample.model), config=config, **self.sample.inputs)
         self.row.tell(report, self.sample.model)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8pass.lowering import eager
+from fp8pass.compiler import eager
 from fp8pass.quant.grouped import SCALED_GROUPED_MM_ON_CPU
 
 aten = torch.ops.aten
@@ -137,5 +137,5 @@ def exactly_if_asked() -> Iterator[None]:
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    with mock.patch("fp8pass.lowering.eager.op_by_op", op_by_op):
+    with mock.patch("fp8pass.compiler.eager.op_by_op", op_by_op):
         yield

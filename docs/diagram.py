@@ -1,4 +1,4 @@
-"""Draw the pipeline for docs/compiler.md from the lists of passes in `fp8pass/lowering/order.py`.
+"""Draw the pipeline for docs/compiler.md from the lists of passes in `fp8pass/compiler/order.py`.
 
 python docs/diagram.py        prints the SVG; `python docs/generate.py` writes it to docs/images/
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 WIDTH, MARGIN, LINE, GAP = 860, 20, 26, 30
 LABELS = 250  # width of the left column, which names the graph

@@ -84,7 +84,7 @@ RUN = {
     "graphs": Part("docs/compiler.md", graphs),
     "dumps": Part("docs/dumps.md", dumps),
     "inspect": Part(
-        "docs/inspect.md", partial(shown, "-m", "fp8pass.cli", "inspect", "bench.blocks:llama_mlp", "--ptx")
+        "docs/inspect.md", partial(shown, "-m", "fp8pass.inspect.cli", "inspect", "bench.blocks:llama_mlp", "--ptx")
     ),
     "fused_kernel": Part("docs/fused-matmuls.md", partial(script, "docs/fused_kernel.py")),
     "export_formats": Part("docs/export.md", partial(script, "bench/export_formats.py")),

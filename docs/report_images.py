@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import fp8pass
-from fp8pass.debug.statistics import Stats
-from fp8pass.demo import demo
+from fp8pass.inspect import demo
+from fp8pass.inspect.statistics import Stats
 from fp8pass.report.report import Report
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +38,7 @@ def shown(*command: str) -> str:
 def demo() -> str:
     """Run `fp8pass demo`: write its plot to docs/, and return its output, with the table and the progress shortened."""
     with tempfile.TemporaryDirectory() as folder:
-        printed = run(sys.executable, "-m", "fp8pass.cli", "demo", "--out", folder)
+        printed = run(sys.executable, "-m", "fp8pass.inspect.cli", "demo", "--out", folder)
         (ROOT / "docs" / "demo.png").write_bytes((Path(folder) / "loss.png").read_bytes())
         printed = printed.replace(folder, "fp8pass-demo")
     lines = [line for line in printed.splitlines() if not re.search(r"^  \d+ s$| \.\.\.$", line)]
@@ -122,7 +122,7 @@ def shortened(text: str, shown: str) -> str:
 
 def monitor_cost() -> str:
     """Return the totals of `fp8pass inspect` for an MLP, with the monitor and without."""
-    command = (sys.executable, "-m", "fp8pass.cli", "inspect", "bench.blocks:llama_mlp")
+    command = (sys.executable, "-m", "fp8pass.inspect.cli", "inspect", "bench.blocks:llama_mlp")
     off, on = (run("env", f"FP8PASS_MONITOR={flag}", *command).splitlines() for flag in "01")
     totals = next(i for i, line in enumerate(off) if line == "totals")
     row = {

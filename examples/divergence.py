@@ -4,7 +4,7 @@ layer is a million times larger, while its scale is still that of step 2."""
 import torch
 
 import fp8pass
-from fp8pass.demo import demo
+from fp8pass.inspect import demo
 
 demo.LAYERS, demo.WIDTH, demo.CONTEXT, demo.BATCH = 2, 64, 32, 4  # small, for a CPU
 torch.manual_seed(0)

@@ -7,40 +7,40 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from fp8pass import _torch as _torch  # first: it says if this torch will not do
+from fp8pass.base import _torch as _torch  # first: it says if this torch will not do
+from fp8pass.base.versions import __version__ as __version__
 from fp8pass.quant import op_namespace
-from fp8pass.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from fp8pass import ddp as ddp
     from fp8pass import fsdp as fsdp
     from fp8pass import recipes as recipes
-    from fp8pass.calibration import calibrate as calibrate
-    from fp8pass.debug.bisector import bisect as bisect
-    from fp8pass.debug.explainer import explain as explain
-    from fp8pass.debug.statistics import stats as stats
-    from fp8pass.errors import Fp8Error as Fp8Error
-    from fp8pass.export.export import export_fp8 as export_fp8
-    from fp8pass.export.onnx_file import export_onnx as export_onnx
+    from fp8pass.base.errors import Fp8Error as Fp8Error
+    from fp8pass.base.scaling import cast_to_representable as cast_to_representable
+    from fp8pass.base.scaling import dequantize as dequantize
+    from fp8pass.base.scaling import quantize as quantize
     from fp8pass.frozen.load import load_frozen as load_frozen
     from fp8pass.frozen.replace import freeze as freeze
     from fp8pass.frozen.replace import unfreeze as unfreeze
+    from fp8pass.inspect.bisector import bisect as bisect
+    from fp8pass.inspect.explainer import explain as explain
+    from fp8pass.inspect.statistics import stats as stats
+    from fp8pass.integrations.export import export_fp8 as export_fp8
+    from fp8pass.integrations.onnx_file import export_onnx as export_onnx
+    from fp8pass.integrations.rewriter import rewrite as rewrite
     from fp8pass.options.config import Config as Config
     from fp8pass.options.setting import autocast as autocast
     from fp8pass.options.setting import enabled as enabled
     from fp8pass.quant.moments import Moments as Moments
     from fp8pass.quant.ops import qdq as qdq
     from fp8pass.recipes import register_recipe as register_recipe
-    from fp8pass.rewriting.rewriter import rewrite as rewrite
-    from fp8pass.scaling import cast_to_representable as cast_to_representable
-    from fp8pass.scaling import dequantize as dequantize
-    from fp8pass.scaling import quantize as quantize
     from fp8pass.states.model_state import state as state
     from fp8pass.states.scale_state import ScaleState as ScaleState
     from fp8pass.states.scale_state import in_qdq as in_qdq
     from fp8pass.states.scale_state import out_qdq as out_qdq
     from fp8pass.states.steps import accumulate as accumulate
-    from fp8pass.training_step import train_step as train_step
+    from fp8pass.train.calibration import calibrate as calibrate
+    from fp8pass.train.training_step import train_step as train_step
 
 __all__ = [
     "Config",
@@ -76,30 +76,30 @@ __all__ = [
 
 _HOMES = {
     "Config": "options.config",
-    "Fp8Error": "errors",
+    "Fp8Error": "base.errors",
     "Moments": "quant.moments",
     "ScaleState": "states.scale_state",
     "accumulate": "states.steps",
     "autocast": "options.setting",
-    "bisect": "debug.bisector",
-    "calibrate": "calibration",
-    "cast_to_representable": "scaling",
-    "dequantize": "scaling",
+    "bisect": "inspect.bisector",
+    "calibrate": "train.calibration",
+    "cast_to_representable": "base.scaling",
+    "dequantize": "base.scaling",
     "enabled": "options.setting",
-    "explain": "debug.explainer",
-    "export_fp8": "export.export",
-    "export_onnx": "export.onnx_file",
+    "explain": "inspect.explainer",
+    "export_fp8": "integrations.export",
+    "export_onnx": "integrations.onnx_file",
     "freeze": "frozen.replace",
     "in_qdq": "states.scale_state",
     "load_frozen": "frozen.load",
     "out_qdq": "states.scale_state",
     "qdq": "quant.ops",
-    "quantize": "scaling",
+    "quantize": "base.scaling",
     "register_recipe": "recipes",
-    "rewrite": "rewriting.rewriter",
+    "rewrite": "integrations.rewriter",
     "state": "states.model_state",
-    "stats": "debug.statistics",
-    "train_step": "training_step",
+    "stats": "inspect.statistics",
+    "train_step": "train.training_step",
     "unfreeze": "frozen.replace",
 }
 """{public name: the module that defines it}. The other public names are modules."""

@@ -10,26 +10,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fp8pass._torch import CompileContext, first_call_is_fake, in_aot_compile, instead_of_compiled, trace_again
-from fp8pass.dynamo.first_step import FirstStep, judged, tell
-from fp8pass.dynamo.retry import take_note_of_graph, watch_compilations
-from fp8pass.errors import Fp8Error
-from fp8pass.faults import left_out
-from fp8pass.lowering.ddp_cuts import configured, cut_at_layers
-from fp8pass.lowering.dynamo_passes import freezable, split_for_all_phases
-from fp8pass.lowering.graph_compiler import GraphCompiler
-from fp8pass.names import Names
+from fp8pass.base._torch import CompileContext, first_call_is_fake, in_aot_compile, instead_of_compiled, trace_again
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.names import Names
+from fp8pass.compiler.compiled_graph import CompiledGraph
+from fp8pass.compiler.ddp_cuts import configured, cut_at_layers
+from fp8pass.compiler.dynamo_passes import freezable, split_for_all_phases
+from fp8pass.compiler.faults import left_out
+from fp8pass.compiler.first_step import FirstStep, judged, tell
+from fp8pass.compiler.graph_compiler import GraphCompiler
+from fp8pass.compiler.retry import take_note_of_graph, watch_compilations
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.unmatched import check_compiled
-from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls
+from fp8pass.passes.dynamo.slow_matmuls import warn_of_slow_matmuls
 from fp8pass.passes.update.written import written
-from fp8pass.runtime.compiled_graph import CompiledGraph
-from fp8pass.runtime.update_key import TensorRef
 from fp8pass.states.model_state import goes_along_with_model
 from fp8pass.states.slots import registry
 from fp8pass.states.static_scales import fill
+from fp8pass.weights.update_key import TensorRef
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     with left_out("write_weights", config, name):
         refs = written(module)
     if refs:
-        from fp8pass.lowering.update_compiler import update_graph
+        from fp8pass.compiler.update_compiler import update_graph
 
         return update_graph(module, config, refs)
     _freeze(module, example_inputs, config)

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8pass._torch import timeout_of
-from fp8pass.errors import Fp8Error
+from fp8pass.base._torch import timeout_of
+from fp8pass.base.errors import Fp8Error
 from fp8pass.quant.wire import GradientExchange, GradientFormat, groups_of
 
 

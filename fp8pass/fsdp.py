@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8pass import scaling
-from fp8pass._torch import ReduceScatter, before_eager_optimizers, make_wrapper_subclass, pytree
-from fp8pass.errors import Fp8Error
-from fp8pass.fields import Rule, called_with, choose, several
+from fp8pass.base import scaling
+from fp8pass.base._torch import ReduceScatter, before_eager_optimizers, make_wrapper_subclass, pytree
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.fields import Rule, called_with, choose, several
 from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_models
 from fp8pass.quant import ops
@@ -216,7 +216,7 @@ def _shard_of(parameter: Tensor) -> Fp8Shard | None:
     return local if isinstance(local, Fp8Shard) else None
 
 
-class _GatheredWeight(NamedTuple):
+class _KnownWeight(NamedTuple):
     """A gathered weight. mesh: the mesh of its shards. change: how often its parameter was replaced."""
 
     parameter: weakref.ref[Tensor]
@@ -252,7 +252,7 @@ class _Weights:
     def __init__(self, model: nn.Module, in_blocks: bool = False) -> None:
         self.in_blocks = in_blocks
         """True if each block has a scale: then a rank quantizes its shard without knowing the others."""
-        self._known: dict[int, _GatheredWeight] = {}
+        self._known: dict[int, _KnownWeight] = {}
         """{key: the weight}."""
         self.names: list[str] = []
         """Names of the layers; a weight's key is its layer's index here."""
@@ -283,7 +283,7 @@ class _Weights:
         known = self._known.get(key)
         mesh = mesh or (known.mesh if known else None)
         if mesh is not None and (known is None or known.parameter() is not parameter):
-            self._known[key] = _GatheredWeight(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
+            self._known[key] = _KnownWeight(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
 
     def quantized(self, key: int, parameter: Tensor, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         """Return a shard in FP8, and its scale f32[]; compute the scales of all weights if any may have changed.

@@ -8,14 +8,14 @@ import platform
 
 import torch
 
-from fp8pass._torch import onednn_multiplies, unset_fake_temporarily
+from fp8pass.base._torch import onednn_multiplies, unset_fake_temporarily
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.gpu import kernels
 from fp8pass.gpu.here import published_here
 from fp8pass.gpu.target import TARGETS as TARGETS
 from fp8pass.gpu.target import Target as Target
 from fp8pass.gpu.target import as_published as as_published
 from fp8pass.gpu.target import sizes as sizes
-from fp8pass.scaling import FP8_DTYPES
 
 pretended_device: torch.device | None = None
 """The device of the graphs' tensors at run time, while graphs on the CPU are compiled for a GPU that is missing."""

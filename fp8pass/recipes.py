@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
-from fp8pass.errors import first_line
-from fp8pass.fields import FLAG, Checked, Rule, called_with, choose, names, plain, several, whole, wrong
-from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
+from fp8pass.base import scaling
+from fp8pass.base.errors import first_line
+from fp8pass.base.fields import FLAG, Checked, Rule, called_with, choose, names, plain, several, whole, wrong
+from fp8pass.base.scaling import E4M3, E5M2, FP8_DTYPES
 
 Role = Literal["input", "weight", "grad_output"]
 Kind = Literal["output", "grad_input", "grad_weight"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from fp8pass.base.scaling import E4M3, FP8_DTYPES
 from fp8pass.gpu.machine_file import load_machine as load_machine
 from fp8pass.hardware import Target, scales_rows, why_no_block_kernel
 from fp8pass.recipes import (
@@ -30,7 +31,6 @@ from fp8pass.recipes import (
     RowwiseScaling,
     StaticScaling,
 )
-from fp8pass.scaling import E4M3, FP8_DTYPES
 
 # Speed of a large matmul kernel by its scales, relative to one with a single scale for the tensor.
 KERNEL_SHARE = {
@@ -105,7 +105,7 @@ def has_kernel(recipe: Recipe, target: Target) -> bool:
     return scaling == "tensorwise" or scales_rows(cuda, target)
 
 
-class _Kernel(NamedTuple):
+class _QuantizeKernel(NamedTuple):
     """A kernel that quantizes: bytes that it moves per element, and its share: see `memory_seconds`."""
 
     bytes: float
@@ -117,7 +117,7 @@ def _is_turned(kind: Kind, role: Role) -> bool:
     return any(role in FACTORS[earlier] for earlier in KINDS[: KINDS.index(kind)])
 
 
-def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int) -> list[_Kernel]:
+def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int) -> list[_QuantizeKernel]:
     """Return the kernels that quantize one tensor.
 
     ways: the layouts needed, see `_is_turned`. size: bytes of an element. first: bytes per element of the first read, 0
@@ -132,23 +132,23 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
     """
     if isinstance(recipe, RowwiseScaling):
         rows, columns = (
-            [_Kernel(first + 1, "rows_share")],
-            [_Kernel(size, "rows_share"), _Kernel(size + 1, "tiles_share")],
+            [_QuantizeKernel(first + 1, "rows_share")],
+            [_QuantizeKernel(size, "rows_share"), _QuantizeKernel(size + 1, "tiles_share")],
         )
         return [kernel for way in sorted(ways) for kernel in (columns if way else rows)]
     tiles = "tiles_share" if True in ways else "memory_share"
     if isinstance(recipe, BlockwiseScaling) and role == "weight":
-        return [_Kernel(first + len(ways), tiles)]
+        return [_QuantizeKernel(first + len(ways), tiles)]
     if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
         is_blockwise = isinstance(recipe, BlockwiseScaling)
         stored, turned = (1 + 4 / 128, "tiles_share") if is_blockwise else (1 + 1 / 32, "transposed_share")
         if is_blockwise and role == "grad_output" and len(ways) == 2:
-            return [_Kernel(first + 2 * stored, turned)]
-        apart = {False: _Kernel(first + stored, "memory_share"), True: _Kernel(size + stored, turned)}
+            return [_QuantizeKernel(first + 2 * stored, turned)]
+        apart = {False: _QuantizeKernel(first + stored, "memory_share"), True: _QuantizeKernel(size + stored, turned)}
         return [apart[way] for way in sorted(ways)]
     if isinstance(recipe, DynamicScaling):
-        return [*([_Kernel(first, "rows_share")] if first else []), _Kernel(size + len(ways), tiles)]
-    return [_Kernel(first + len(ways), tiles)]
+        return [*([_QuantizeKernel(first, "rows_share")] if first else []), _QuantizeKernel(size + len(ways), tiles)]
+    return [_QuantizeKernel(first + len(ways), tiles)]
 
 
 def quantize_seconds(

@@ -1,1 +1,1 @@
-"""A folder for each stage of compilation, and a file for each pass. `fp8pass/lowering/order.py` orders them."""
+"""A folder for each stage of compilation, and a file for each pass. `fp8pass/compiler/order.py` orders them."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._inductor.graph import GraphLowering
 
-from fp8pass.runtime.compiled_graph import CompiledGraph
+from fp8pass.compiler.compiled_graph import CompiledGraph
 from tests.helpers.harness import without_caches
 from tests.helpers.torchrun import VARIANTS
 

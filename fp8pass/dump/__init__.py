@@ -1,5 +1,1 @@
-"""Write graphs as executable Python files, and run these.
-
-May import: `report` and what is below it.
-Does not live here: drawings of graphs, which are in `report`.
-"""
+"""Write graphs as executable Python files, and run these."""

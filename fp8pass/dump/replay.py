@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass import scaling
-from fp8pass._torch import pytree
-from fp8pass.errors import Fp8Error
+from fp8pass.base import scaling
+from fp8pass.base._torch import pytree
+from fp8pass.base.errors import Fp8Error
 
 _on: list[torch.device] = []
 """The device of `--device`, which replaces the devices in the graph; empty if the option is not given."""

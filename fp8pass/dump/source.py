@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
+from fp8pass.base._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
 from fp8pass.dump.replay import Quantized, Random, RngState, Transposed
 from fp8pass.quant.ops import cached_operand, is_turned
 from fp8pass.quant.wrapper_tensor import WrapperTensor

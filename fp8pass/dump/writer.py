@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fp8pass import versions
-from fp8pass._torch import CompileContext, trace_structured
-from fp8pass.errors import Fp8Error, first_line
+from fp8pass.base import versions
+from fp8pass.base._torch import CompileContext, trace_structured
+from fp8pass.base.errors import Fp8Error, first_line
 from fp8pass.graph.builder import readable
 from fp8pass.options.config import Config
 from fp8pass.report.report import frame_of
@@ -49,7 +49,7 @@ _LOCK = threading.RLock()
 
 
 @dataclass
-class Step:
+class PassStep:
     """The data that a pass reports within `Dump.step`.
 
     module: the graph after the pass, if the pass returns a new one. examples: returns values of its inputs, used where
@@ -119,12 +119,12 @@ class Dump:
     @contextmanager
     def step(
         self, part: str, name: str, module: fx.GraphModule, examples: Callable[[], Sequence[Any]] = tuple
-    ) -> Iterator[Step]:
+    ) -> Iterator[PassStep]:
         """Write the graph before and after the pass that runs in this context.
 
         part: "dynamo", "joint", "forward" or "backward".
         """
-        step = Step(module, examples)
+        step = PassStep(module, examples)
         before = self._text(part, step)
         started = time.perf_counter()
         try:
@@ -143,7 +143,7 @@ class Dump:
     def _in_body(self, part: str) -> str:
         return f"{self._body}.{part}" if self._body else part
 
-    def _text(self, part: str, step: Step) -> str:
+    def _text(self, part: str, step: PassStep) -> str:
         if self.folder is None:
             return ""
         from fp8pass.dump.source import runnable

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.scaling import E4M3
 from fp8pass.frozen.replace import module_of
 from fp8pass.frozen.weight import FrozenWeight, parameter
 from fp8pass.recipes import BLOCK
-from fp8pass.scaling import E4M3
 
 log = logging.getLogger(__name__)
 SCALES = {"weight_scale_inv": "fp8", "weight_scale": "compressed-tensors"}

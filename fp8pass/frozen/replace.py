@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8pass._torch import FakeTensor
-from fp8pass.fields import choose
+from fp8pass.base._torch import FakeTensor
+from fp8pass.base.fields import choose
+from fp8pass.base.module_tensors import unwrapped
+from fp8pass.base.scaling import HIGH_PRECISION
 from fp8pass.frozen.weight import FrozenWeight, parameter
 from fp8pass.fsdp import FILTER
-from fp8pass.module_tensors import unwrapped
 from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_models
 from fp8pass.quant.wrapper_tensor import Scales
 from fp8pass.recipes import BLOCK, matches
-from fp8pass.scaling import HIGH_PRECISION
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass import scaling
-from fp8pass._torch import pytree
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.base import scaling
+from fp8pass.base._torch import pytree
+from fp8pass.base.errors import Fp8Error, warn_once
 from fp8pass.quant import ops
 from fp8pass.quant.wrapper_tensor import Fp8Weight, Scales
 from fp8pass.recipes import BLOCK, BlockwiseScaling

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8pass._torch import store_of, unset_fake_temporarily
-from fp8pass.errors import first_line, warn_once
+from fp8pass.base._torch import store_of, unset_fake_temporarily
+from fp8pass.base.errors import first_line, warn_once
 from fp8pass.gpu import kept, kernels, machine_file, speeds, tried
 from fp8pass.gpu.speeds import Speeds
 from fp8pass.gpu.target import Target, published

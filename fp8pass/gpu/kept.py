@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from fp8pass._torch import cache_dir, cuda_driver_version, get_hash_for_files
+from fp8pass.base._torch import cache_dir, cuda_driver_version, get_hash_for_files
 from fp8pass.gpu import speeds, trial
 
 

@@ -17,7 +17,7 @@ KINDS = ("rowwise", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
-class _Kernel:
+class _KernelKind:
     """Where a kind of kernel exists.
 
     has: compute capabilities that have it for sure. unsure: those where a trial decides, and whether the table believes
@@ -36,14 +36,14 @@ class _Kernel:
 
 _TABLE = {
     # sm_89 has one too, but up to torch 2.11 it runs on the wrong stream (pytorch issue 177651)
-    "rowwise": _Kernel(
+    "rowwise": _KernelKind(
         frozenset({(9, 0), (10, 0)}),
         {(10, 3): True, (11, 0): True, (12, 0): True, (12, 1): True},
         (12, 0),
         "sm_90 and later",
     ),
-    "blockwise": _Kernel(frozenset({(9, 0)}), {}, (12, 9), "sm_90"),
-    "mxfp8": _Kernel(
+    "blockwise": _KernelKind(frozenset({(9, 0)}), {}, (12, 9), "sm_90"),
+    "mxfp8": _KernelKind(
         frozenset({(10, 0)}),
         {(10, 3): True, (11, 0): False, (12, 0): True, (12, 1): True},
         (12, 8),

@@ -165,7 +165,7 @@ TARGETS |= {architecture: TARGETS[name] for architecture, name in _ARCHITECTURES
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PartSizes:
     """Holds the numbers of a GPU's parts, and their sizes.
 
     multiprocessors: number of them. threads, shared, programs: most threads, bytes of shared memory and blocks that one
@@ -209,14 +209,14 @@ def nearest(capability: tuple[int, int], geforce: bool = False) -> Target:
     return found if of_kind is None else TARGETS[of_kind[geforce]]
 
 
-def sizes(target: Target) -> Sizes:
+def sizes(target: Target) -> PartSizes:
     """Return the sizes of a GPU; where it does not say one, that of the nearest GPU, by its compute capability."""
     near = nearest(target.capability)
     threads, shared, programs = _MULTIPROCESSORS[
         max(c for c in _MULTIPROCESSORS if c <= max(target.capability, (8, 0)))
     ]
     given = {name: getattr(target, name) or getattr(near, name) for name in ("multiprocessors", "memory", "cache")}
-    return Sizes(
+    return PartSizes(
         threads=threads, shared=target.shared_memory or shared << 10, programs=programs,
         clock=target.clock or near.clock or 0.0, **given,
     )  # fmt: skip

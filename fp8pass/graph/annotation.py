@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.base.node_meta import IS_STATE, SAVED_RESULT
 from fp8pass.graph.inputs import Call, Input, examples_of
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
-from fp8pass.graph.verdict import Saved
-from fp8pass.node_meta import IS_STATE, SAVED_RESULT
+from fp8pass.graph.verdict import SavedTensor
 from fp8pass.quant import ops
 from fp8pass.recipes import Recipe
 from fp8pass.states.slots import SlotTable
@@ -105,7 +105,7 @@ class Annotation:
     is_update: bool = False
     owned_paths: tuple[str, ...] = ()
     bodies: dict[str, Body] = field(default_factory=dict)
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
     weights: list[WeightUse] = field(default_factory=list)
 
     @property

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.node import Argument, Target
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass._torch import (
+from fp8pass.base._torch import (
     EXACT_INPUTS,
     FakeTensor,
     FakeTensorMode,
@@ -31,7 +31,7 @@ from fp8pass._torch import (
     pytree,
     select_decomp_table,
 )
-from fp8pass.node_meta import GEMM, MADE_BY
+from fp8pass.base.node_meta import GEMM, MADE_BY
 
 aten = torch.ops.aten
 

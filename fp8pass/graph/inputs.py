@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fp8pass._torch import detect_fake_mode
+from fp8pass.base._torch import detect_fake_mode
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.states.slots import InstanceState, SlotTable
 

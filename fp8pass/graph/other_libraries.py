@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import HigherOrderOperator, OpOverload, inductor_lowering
+from fp8pass.base._torch import HigherOrderOperator, OpOverload, inductor_lowering
+from fp8pass.base.node_meta import MADE_BY, STRIDES
 from fp8pass.graph.builder import is_tensor, multiplies, val
 from fp8pass.graph.sizes import alike
-from fp8pass.node_meta import MADE_BY, STRIDES
 
 aten = torch.ops.aten
 

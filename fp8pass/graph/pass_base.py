@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 from sympy import Expr
 from torch import fx
 
+from fp8pass.base.names import Names
 from fp8pass.graph.annotation import Annotation, MatmulChoice
 from fp8pass.graph.builder import Builder, Computed
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
-from fp8pass.names import Names
 from fp8pass.options.config import Config
 from fp8pass.recipes import Recipe
 

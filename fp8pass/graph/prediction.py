@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from fp8pass._torch import example_of
+from fp8pass.base._torch import example_of
 from fp8pass.graph.sizes import Size, expression, value_at
 from fp8pass.hardware import Target
 from fp8pass.recipes import Recipe

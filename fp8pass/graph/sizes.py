@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import RelaxedUnspecConstraint, StrictMinMaxConstraint, example_of, free_unbacked_symbols
+from fp8pass.base._torch import RelaxedUnspecConstraint, StrictMinMaxConstraint, example_of, free_unbacked_symbols
 
 Size: TypeAlias = int | sympy.Expr
 """A size in a report: a number, or an expression of the sizes of the call, by torch's symbols for them: s27, say."""

@@ -7,9 +7,9 @@ from typing import Literal
 
 import sympy
 
+from fp8pass.base.names import bytes_of
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.sizes import Size, VaryingSize
-from fp8pass.names import bytes_of
 from fp8pass.recipes import Kind
 from fp8pass.roofline import Intervals, Seconds
 
@@ -17,7 +17,7 @@ Status = Literal["rewritten", "declined"]
 
 
 @dataclass
-class Saved:
+class SavedTensor:
     """A tensor that the backward of elementwise ops and norms reads, and how it is saved: see the option `save_fp8`.
 
     name: of the module that computes or normalizes it. shape, dtype: as computed. scaling: the recipe of its scales; ""

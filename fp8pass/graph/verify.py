@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.base.node_meta import MADE_BY
 from fp8pass.graph.builder import Computed, all_of, compute_val, fake_mode_of, laid_out_alike
 from fp8pass.graph.other_libraries import Arguments, check_strides
-from fp8pass.node_meta import MADE_BY
 
 
 def verify(

@@ -39,7 +39,7 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MatmulSizes:
     """`batches` products of [M, K] by [K, N]. Ints or SymInts."""
 
     batches: Any
@@ -64,7 +64,7 @@ def recipe_of(name: str, config: Config, m: Any, k: Any, n: Any) -> Recipe:
     return recipe
 
 
-def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
+def check_sizes(s: MatmulSizes, max_batches: int, not_grouped: str) -> None:
     """Raise Reject or LeftOut for sizes that no kernel takes.
 
     not_grouped: the end of the reason if there are too many batches of experts: why no grouped kernel takes them.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import hardware
-from fp8pass._torch import (
+from fp8pass.base._torch import (
     COMPOSITE,
     FakeTensorMode,
     GraphLowering,
@@ -49,7 +49,7 @@ from fp8pass._torch import (
     torch_triton,
     triton_helpers,
 )
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.gpu.target import Target, sizes
 from fp8pass.inspect import machine_code, sectors
 from fp8pass.inspect.inspector import Compiled

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 
 
 def named(spec: str) -> Callable[..., Any]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8pass.errors import Fp8Error
-from fp8pass.fields import choose
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.fields import choose
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.kernel_time import Code, Work
 from fp8pass.options.config import make_config
@@ -96,7 +96,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Run:
+class InspectedRun:
     """The kernels and the memory of one way to train the model.
 
     bytes_saved: what the forward saves for the backward, without parameters and inputs. peak_bytes: the most memory
@@ -153,10 +153,10 @@ class Inspection:
     spec: str
     target: str
     torch: str
-    runs: tuple[Run, ...]
+    runs: tuple[InspectedRun, ...]
     notes: tuple[str, ...] = ()
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> InspectedRun:
         """Return the run with this name. Raises KeyError if there is none."""
         found = {run.name: run for run in self.runs}
         return found[name]
@@ -219,9 +219,9 @@ def _inspection(found: dict[str, Any]) -> Inspection:
     return Inspection(**{**found, "runs": tuple(map(_run, found["runs"])), "notes": tuple(found["notes"])})
 
 
-def _run(found: dict[str, Any]) -> Run:
+def _run(found: dict[str, Any]) -> InspectedRun:
     lists = {"kernels": tuple(map(_kernel, found["kernels"])), "held": tuple(map(_held, found["held"]))}
-    return Run(**{**found, **lists, "notes": tuple(found["notes"])})
+    return InspectedRun(**{**found, **lists, "notes": tuple(found["notes"])})
 
 
 def _held(found: dict[str, Any]) -> Held:

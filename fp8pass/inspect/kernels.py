@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import (
+from fp8pass.base._torch import (
     BaseSchedulerNode,
     ForeachKernelSchedulerNode,
     MemoryDep,
@@ -24,22 +24,22 @@ from fp8pass._torch import (
     hint_of,
     kernel_called,
 )
-from fp8pass.fused.choice import epilogue_seconds
-from fp8pass.fused.plan import Plan
-from fp8pass.fused.requantize import NAME as REQUANTIZE
-from fp8pass.fused.source import NAME
-from fp8pass.fused.tiles_source import NAME as TILES
-from fp8pass.fused.tiles_source import Op, TilesPlan
+from fp8pass.base.names import module_path
+from fp8pass.base.node_meta import MADE_BY
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.graph.builder import is_tensor
 from fp8pass.graph.sizes import expression
 from fp8pass.hardware import Target
-from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import Generated, Launch
 from fp8pass.inspect.inspector import Kernel
-from fp8pass.names import module_path
-from fp8pass.node_meta import MADE_BY
+from fp8pass.passes.kernels.combo_kernels import SMALL_KERNEL_BYTES
+from fp8pass.passes.kernels.fused_plan import Plan
+from fp8pass.passes.kernels.matmul_source import NAME
+from fp8pass.passes.kernels.requantize_kernel import NAME as REQUANTIZE
+from fp8pass.passes.kernels.tiles_source import NAME as TILES
+from fp8pass.passes.kernels.tiles_source import KernelOp, TilesPlan
+from fp8pass.passes.kernels.when_to_fuse import epilogue_seconds
 from fp8pass.roofline import gemm_seconds, memory_seconds
-from fp8pass.scaling import FP8_DTYPES
 
 ATTENTION_SHARE = 0.35
 """The share of the BF16 peak that FlashAttention-2 reaches on an H100: abstract of the FlashAttention-3 paper."""
@@ -368,7 +368,7 @@ _STATE = {"begin_step": BEGIN_STEP, "scales_or_one": BEGIN_STEP}
 """Functions of delayed scaling's state, and the words for them."""
 
 
-def _word(origin: fx.Node | Op) -> str:
+def _word(origin: fx.Node | KernelOp) -> str:
     called = "records" if origin.meta.get(MADE_BY) == "batch_records" else _called(origin)
     return _STATE.get(called, called)
 
@@ -377,7 +377,7 @@ _NAME = re.compile(r"<(?:built-in )?(?:function|method|class) '?([\w.]+)")
 _NUMBER = re.compile(r"_\d+$")
 
 
-def _called(origin: fx.Node | Op) -> str:
+def _called(origin: fx.Node | KernelOp) -> str:
     """Return the name of the user's function that a node comes from; "" for nodes of fp8pass and names in `_QUIET`."""
     if origin.meta.get(MADE_BY):
         return ""

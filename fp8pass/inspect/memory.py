@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.errors import first_line
+from fp8pass.base.errors import first_line
 from fp8pass.inspect.fake_cuda import Generated, returns
 from fp8pass.inspect.inspector import Held
 from fp8pass.inspect.kernels import modules_of, short

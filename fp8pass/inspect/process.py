@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass._torch import pytree
 from fp8pass.backend import compile_graph
-from fp8pass.errors import Fp8Error
+from fp8pass.base._torch import pytree
+from fp8pass.base.errors import Fp8Error
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
-from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
-from fp8pass.inspect.inspector import Compiled, Inspection, Kernel, Run
+from fp8pass.inspect.inspector import Compiled, InspectedRun, Inspection, Kernel
 from fp8pass.inspect.kernel_time import fastest, kernel_seconds
 from fp8pass.inspect.kernels import kernel_rows
 from fp8pass.inspect.memory import Memory
 from fp8pass.options.config import WEIGHT_CACHES, make_config
+from fp8pass.passes.kernels.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.report.report import collect
 from fp8pass.roofline import load_machine
 from fp8pass.states.slots import InstanceState, registry
@@ -146,7 +146,7 @@ def _torchao(model: Any, recipe: str) -> Any:
 
 def _run(
     gpu: FakeCuda, way: _Contender, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
-) -> Run:
+) -> InspectedRun:
     torch.compiler.reset()
     memory = Memory()
 
@@ -176,7 +176,7 @@ def _run(
     saved = sum(graph.bytes_saved for graph in found)
     peak, held = (0, ()) if memory.unknown else (memory.peak, memory.at_peak)
     sizes = (f"{size}: bytes and times are those of this call" for size in verdicts.sizes)
-    return Run(way.name, tuple(kernels), saved, (*notes, *sizes, *filter(None, [memory.unknown])), peak, held)
+    return InspectedRun(way.name, tuple(kernels), saved, (*notes, *sizes, *filter(None, [memory.unknown])), peak, held)
 
 
 def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:

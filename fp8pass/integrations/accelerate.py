@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.integrations.checks import check_autocast, importing
 from fp8pass.integrations.step import OpenStep
 from fp8pass.options.config import make_config

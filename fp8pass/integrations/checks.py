@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import nn
 
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 
 HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from fp8pass.debug.statistics import is_watched, stats
-from fp8pass.errors import warn_once
+from fp8pass.base.errors import warn_once
+from fp8pass.inspect.statistics import is_watched, stats
 from fp8pass.report.report import Report, collect
 
 

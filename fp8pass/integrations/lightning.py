@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.base.errors import Fp8Error, warn_once
 from fp8pass.integrations.checks import check_autocast, importing
 from fp8pass.integrations.figures import Figures
 from fp8pass.integrations.step import OpenStep

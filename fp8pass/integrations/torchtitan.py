@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from tyro.constructors import PrimitiveConstructorSpec
 
-from fp8pass._torch import MODULE_CALL, checkpoint_reader, flattened
-from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.fields import RULE, choose
+from fp8pass.base._torch import MODULE_CALL, checkpoint_reader, flattened
+from fp8pass.base.errors import Fp8Error, warn_once
+from fp8pass.base.fields import RULE, choose
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.unmatched import names_of
 from fp8pass.recipes import DelayedScaling, Schedule

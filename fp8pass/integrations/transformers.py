@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.base.errors import Fp8Error, warn_once
 from fp8pass.integrations.accelerate import check
 from fp8pass.integrations.checks import importing
 from fp8pass.integrations.figures import Figures

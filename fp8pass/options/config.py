@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8pass._torch import flattened, inductor_config, list_mode_options
-from fp8pass.errors import Fp8Error, first_line, warn_once
-from fp8pass.fields import (
+from fp8pass.base._torch import flattened, inductor_config, list_mode_options
+from fp8pass.base.errors import Fp8Error, first_line, warn_once
+from fp8pass.base.fields import (
     FLAG,
     PATH,
     RULE,

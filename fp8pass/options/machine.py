@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8pass._torch import FakeTensor, first_call_is_fake
+from fp8pass.base._torch import FakeTensor, first_call_is_fake
 from fp8pass.gpu import here, kernels
 from fp8pass.options.config import Config
 from fp8pass.recipes import Schedule

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from fp8pass.names import source_of
+from fp8pass.base.names import source_of
 from fp8pass.options.config import Config
 from fp8pass.recipes import KINDS, Kind, Recipe, Role
 

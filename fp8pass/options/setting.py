@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx.traceback import annotate
 
-from fp8pass.errors import Fp8Error
-from fp8pass.node_meta import ENABLED, RECIPE
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.node_meta import ENABLED, RECIPE
 from fp8pass.options.config import Config
 from fp8pass.recipes import Disabled, Plan, Schedule, resolve
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from fp8pass._torch import compiled_scope, pipeline_call
-from fp8pass.errors import warn_once
-from fp8pass.fields import nearest
-from fp8pass.module_tensors import unwrapped
-from fp8pass.names import MATMULS, Names, parts_of, without_wrappers
+from fp8pass.base._torch import compiled_scope, pipeline_call
+from fp8pass.base.errors import warn_once
+from fp8pass.base.fields import nearest
+from fp8pass.base.module_tensors import unwrapped
+from fp8pass.base.names import MATMULS, Names, parts_of, without_wrappers
 from fp8pass.options.config import Config
 from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 
 ALIGNMENT = 16
 """Groups must begin at multiples of this many FP8 elements: TMA reads from addresses that are multiples of 16 bytes.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8pass._torch import (
+from fp8pass.base._torch import (
     ConcatKernel,
     CustomOpDef,
     ExternKernel,
@@ -26,9 +26,9 @@ from fp8pass._torch import (
     inductor_lowering,
     inductor_ops,
 )
-from fp8pass.errors import faults_of
-from fp8pass.node_meta import MADE_BY
-from fp8pass.scaling import fp8_max, overflow_from, quantize
+from fp8pass.base.errors import faults_of
+from fp8pass.base.node_meta import MADE_BY
+from fp8pass.base.scaling import fp8_max, overflow_from, quantize
 
 # Inductor reads this tag when it lowers what such an op reads (`is_pointwise_use`); passes do, too (`patterns.py`).
 _POINTWISE = (torch.Tag.pointwise,)

@@ -24,10 +24,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
-from fp8pass._torch import FakeTensor, make_wrapper_subclass, pytree
-from fp8pass.errors import Fp8Error
-from fp8pass.fields import FLAG, Checked, names, whole
+from fp8pass.base import scaling
+from fp8pass.base._torch import FakeTensor, make_wrapper_subclass, pytree
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.fields import FLAG, Checked, names, whole
 from fp8pass.quant.random_bits import Key, bits_like, uniform
 from fp8pass.quant.sharded import part_of, sizes_of_parts, with_part
 

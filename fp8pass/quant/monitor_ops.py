@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8pass import scaling
-from fp8pass.node_meta import Quantized
+from fp8pass.base import scaling
+from fp8pass.base.node_meta import Quantized
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import part_of
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8pass import scaling
-from fp8pass._torch import all_gather_single, timeout_of
-from fp8pass.errors import Fp8Error
-from fp8pass.fields import Checked, names, whole
+from fp8pass.base import scaling
+from fp8pass.base._torch import all_gather_single, timeout_of
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.fields import Checked, names, whole
 from fp8pass.quant.sharded import amax_over
 
 FORMATS = {"e4m3": scaling.E4M3, "e5m2": scaling.E5M2}

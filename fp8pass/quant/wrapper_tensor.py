@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
-from fp8pass._torch import make_wrapper_subclass
+from fp8pass.base import scaling
+from fp8pass.base._torch import make_wrapper_subclass
 from fp8pass.quant import ops
 
 Scales = Literal["tensor", "row", "block"]

@@ -14,14 +14,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from fp8pass._torch import GraphLowering, Virtualized, functorch_config, inductor_config, kernel_nodes, make_boxed_func
+from fp8pass.base._torch import (
+    GraphLowering,
+    Virtualized,
+    functorch_config,
+    inductor_config,
+    kernel_nodes,
+    make_boxed_func,
+)
+from fp8pass.base.names import module_path, short, source_of
+from fp8pass.base.node_meta import GEMM, MADE_BY
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.graph.builder import multiplies, op_name
 from fp8pass.graph.verdict import Gemm
-from fp8pass.names import module_path, short, source_of
-from fp8pass.node_meta import GEMM, MADE_BY
 from fp8pass.report.drawing import current, drawn, part_of
-from fp8pass.report.report import KernelCode, Op, OpKind, Part, Picture
-from fp8pass.scaling import FP8_DTYPES
+from fp8pass.report.report import DrawnOp, KernelCode, OpKind, Part, Picture
 
 MOVEMENT = frozenset(
     (
@@ -51,8 +58,8 @@ class Drawing:
         self._state: Container[int] = ()
         self._verdicts: dict[str, Sequence[Gemm]] = {}
         self._of_number: dict[int, list[Sequence[Gemm]]] = {}
-        self._named: list[tuple[_MatmulKey, Op, Sequence[Gemm]]] = []
-        self._unnamed: list[tuple[_MatmulKey, Op, Part]] = []
+        self._named: list[tuple[_MatmulKey, DrawnOp, Sequence[Gemm]]] = []
+        self._unnamed: list[tuple[_MatmulKey, DrawnOp, Part]] = []
 
     def begin(self) -> None:
         """Begin the next graph of Dynamo."""
@@ -282,13 +289,13 @@ def kernel_code(code: str, kernel: str) -> str:
 # --- nodes
 
 
-def _ops(graph: fx.Graph, state: Container[int]) -> list[Op]:
+def _ops(graph: fx.Graph, state: Container[int]) -> list[DrawnOp]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     kinds: dict[fx.Node, OpKind] = {}
     for node in graph.nodes:
         kinds[node] = _kind(node, kinds, state)
     ops = [
-        Op(
+        DrawnOp(
             name=node.name,
             label=_label(node),
             kind=kinds[node],
@@ -304,7 +311,7 @@ def _ops(graph: fx.Graph, state: Container[int]) -> list[Op]:
     return ops
 
 
-def _place(ops: Sequence[Op]) -> None:
+def _place(ops: Sequence[DrawnOp]) -> None:
     """Give each op that a pass inserted without a module that of an op that reads it, otherwise that of an input."""
     for op in reversed(ops):
         for i in op.inputs:

@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol
 import sympy
 import torch
 
-from fp8pass._torch import CompileContext, why_compiled_again
+from fp8pass.base._torch import CompileContext, why_compiled_again
+from fp8pass.base.names import TORCH, is_users_file, location_of, source_of
 from fp8pass.graph.prediction import in_words
 from fp8pass.graph.sizes import Size, VaryingSize
-from fp8pass.graph.verdict import Gemm, Saved
-from fp8pass.names import TORCH, is_users_file, location_of, source_of
+from fp8pass.graph.verdict import Gemm, SavedTensor
 from fp8pass.report.text_table import aligned, ruled
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ Part = Literal["before", "forward", "backward"]
 
 
 @dataclass
-class Op:
+class DrawnOp:
     """A node of a drawn graph.
 
     kind: selects its colour. inputs: indices into the graph's ops. made_by: the pass of fp8pass that created it, "" for
@@ -144,7 +144,7 @@ class Picture:
 
     number: int
     part: Part
-    ops: list[Op]
+    ops: list[DrawnOp]
     kernels: list[KernelCode] = field(default_factory=list)
     title: str = ""
 
@@ -210,7 +210,7 @@ class Report:
 
     gemms: list[Gemm] = field(default_factory=list)
     """The matmuls, and `convolutions`."""
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
     """The tensors that `save_fp8` selects, saved for the backward in FP8 or, with a reason, as they are."""
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
@@ -339,7 +339,7 @@ class Report:
 
     def show(self) -> None:
         """Print the report: on a terminal as a table in colours if rich is installed, otherwise as `print` does."""
-        from fp8pass.report.table import show
+        from fp8pass.report.report_table import show
 
         show(self)
 
@@ -382,7 +382,7 @@ class Report:
         return "\n".join([*ruled(aligned(self.rows())), *self.footnotes()])
 
 
-def saved_summary(saved: Sequence[Saved]) -> str:
+def saved_summary(saved: Sequence[SavedTensor]) -> str:
     """Return one line: how many tensors are saved in FP8, and how much less that is."""
     in_fp8 = [tensor for tensor in saved if tensor.status == "in FP8"]
     less = sum(tensor.bytes for tensor in in_fp8) / 1e6

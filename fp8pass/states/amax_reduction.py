@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8pass import scaling
-from fp8pass._torch import (
+from fp8pass.base import scaling
+from fp8pass.base._torch import (
     Store,
     before_eager_optimizers,
     current_graph_task_id,
@@ -50,7 +50,7 @@ from fp8pass._torch import (
     store_of,
     timeout_of,
 )
-from fp8pass.errors import Fp8Error, gone_on_after
+from fp8pass.base.errors import Fp8Error, gone_on_after
 from fp8pass.options.config import Reduction
 from fp8pass.states.slots import InstanceState, registry
 
@@ -75,7 +75,7 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PartOfVector:
     """A graph's slots in the vector. row: the description that ranks compare; size: their number of amaxes."""
 
     state: weakref.ref[InstanceState]
@@ -97,7 +97,7 @@ class Reducer:
         self._number = 0
         """Number of earlier reducers with this process group and device type: the same on all ranks."""
         self._group: dist.ProcessGroup | None = None
-        self._agreed: list[_Part] | None = None
+        self._agreed: list[_PartOfVector] | None = None
         """The layout of the vector, the same on all ranks; None before the first agreement."""
         self._running: dict[InstanceState, None] = {}
         """The states that were used since the last reduction started, in that order, even if their instance is gone."""
@@ -314,7 +314,9 @@ class Reducer:
         by_part = zip(before, *(answer["there"] for answer in by_rank), strict=True)
         kept = [part for part, *there in by_part if any(there)]
         added = [state for state, is_trained in new.items() if is_trained or not trained_only]
-        self._agreed = kept + [_Part(weakref.ref(state), self._row(state), self._size(state)) for state in added]
+        self._agreed = kept + [
+            _PartOfVector(weakref.ref(state), self._row(state), self._size(state)) for state in added
+        ]
         self._last_header = None  # the change that it told of is in the vector now
 
     def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass import scaling
-from fp8pass.errors import Fp8Error
-from fp8pass.fields import nearest
+from fp8pass.base import scaling
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.fields import nearest
+from fp8pass.base.module_tensors import ids_of, named_tensors
+from fp8pass.base.names import MATMULS, parts_of, without_wrappers
 from fp8pass.gpu.here import in_use
 from fp8pass.gpu.here import load as load_target
 from fp8pass.gpu.machine_file import from_json, to_json
 from fp8pass.gpu.target import Target
-from fp8pass.module_tensors import ids_of, named_tensors
-from fp8pass.names import MATMULS, parts_of, without_wrappers
 from fp8pass.options.unmatched import names_of
 from fp8pass.states.amax_reduction import finish
 from fp8pass.states.slots import PARTS, Entry, InstanceState, registry
@@ -198,7 +198,7 @@ class State:
             "dict of tensors, and load that with fp8pass.state(model).load_state_dict(...)"
         )
 
-    def as_saved(self, metadata: Metadata, key: str = "fp8", strict: bool = True) -> Saved:
+    def as_saved(self, metadata: Metadata, key: str = "fp8", strict: bool = True) -> SavedState:
         """Return an object that `torch.distributed.checkpoint.load` can load this state into before the first call.
 
         Before the first call this state does not know its slots; the checkpoint's metadata names them. Saved histories
@@ -210,7 +210,7 @@ class State:
             strict: As in `load_state_dict`.
 
         Returns:
-            A `Saved` with tensors of the saved sizes, which loads them into this state.
+            A `SavedState` with tensors of the saved sizes, which loads them into this state.
 
         Raises:
             Fp8Error: If no state was saved under `key`.
@@ -224,7 +224,7 @@ class State:
             for name, size in sizes.items()
             if name.startswith(prefix)
         }
-        return Saved(self, empty, strict)
+        return SavedState(self, empty, strict)
 
     def _write(self, state: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         by_inner = {inner: entries[name] for name, inner in names.items() if name in entries}
@@ -313,7 +313,7 @@ class State:
             self._write(state, names, loaded.entries, loaded.recipe)
 
 
-class Saved:
+class SavedState:
     """Empty tensors of a checkpoint's sizes, to be filled and loaded: see `State.as_saved`. Stateful, too."""
 
     def __init__(self, state: State, empty: dict[str, Tensor], strict: bool) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fp8pass._torch import running_modules, unset_fake_temporarily
-from fp8pass.errors import warn_once
-from fp8pass.module_tensors import ids_of, unwrapped
+from fp8pass.base._torch import running_modules, unset_fake_temporarily
+from fp8pass.base.errors import warn_once
+from fp8pass.base.module_tensors import ids_of, unwrapped
 from fp8pass.states.slots import InstanceState
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, next_scale_of, scale_of
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.options.config import Reduction
 from fp8pass.quant import ops
 from fp8pass.quant.ops import SlotTensors

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.recipes import StaticScaling
 from fp8pass.states.slots import InstanceState
 

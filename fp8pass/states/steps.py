@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8pass._torch import (
+from fp8pass.base._torch import (
     CheckpointFunction,
     PipelineCall,
     _CheckpointFrame,
@@ -36,7 +36,7 @@ from fp8pass._torch import (
     pipeline_call,
     top_saved_tensors_hooks,
 )
-from fp8pass.module_tensors import ids_of, unwrapped
+from fp8pass.base.module_tensors import ids_of, unwrapped
 from fp8pass.states.amax_reduction import begins, postponed
 from fp8pass.states.scale_state import ScaleState
 from fp8pass.states.slots import InstanceState, registry
@@ -219,7 +219,7 @@ def _step_of_pipeline(call: PipelineCall | None, state: InstanceState) -> _Pipel
     return step
 
 
-class Pass(Enum):
+class RegionPass(Enum):
     """The kinds of calls inside a checkpointed region."""
 
     FIRST = "a forward, with gradients"
@@ -228,7 +228,7 @@ class Pass(Enum):
 
 
 @dataclass
-class Region:
+class CheckpointCall:
     """One call of `torch.utils.checkpoint.checkpoint`: the calls in it, and how many of them each backward repeated."""
 
     forwards: dict[Hashable, list[Any]] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class Region:
         return forwards[position] if position < len(forwards) else None
 
 
-def checkpointed_region() -> tuple[Region, Pass] | None:
+def checkpointed_region() -> tuple[CheckpointCall, RegionPass] | None:
     """Return the running checkpointed region and the kind of the call in it; None outside of any region."""
     trains, in_backward = torch.is_grad_enabled(), current_graph_task_id() != -1
     # where gradients are on outside of a backward, no reentrant region runs: its forward switches them off
@@ -256,9 +256,9 @@ def checkpointed_region() -> tuple[Region, Pass] | None:
     if not trains:
         # `CheckpointFunction` repeats a forward, in its backward, only if an input needs a gradient (`next_functions`)
         ahead = None if in_backward else next((c for c in contexts if c.next_functions), None)
-        return None if ahead is None else (_region_of(ahead), Pass.AHEAD)
+        return None if ahead is None else (_region_of(ahead), RegionPass.AHEAD)
     owner = _frame_of_hooks() or next(iter(contexts), None)
-    return None if owner is None else (_region_of(owner), Pass.REPEATED if in_backward else Pass.FIRST)
+    return None if owner is None else (_region_of(owner), RegionPass.REPEATED if in_backward else RegionPass.FIRST)
 
 
 def repeats_forward() -> bool:
@@ -266,11 +266,11 @@ def repeats_forward() -> bool:
     return current_graph_task_id() != -1 and bool(_contexts_of_stack())
 
 
-def _region_of(owner: Any) -> Region:
+def _region_of(owner: Any) -> CheckpointCall:
     # an attribute of torch's object for the region, with which it is freed
     if not hasattr(owner, "fp8pass_region"):
-        owner.fp8pass_region = Region()
-    region: Region = owner.fp8pass_region
+        owner.fp8pass_region = CheckpointCall()
+    region: CheckpointCall = owner.fp8pass_region
     return region
 
 

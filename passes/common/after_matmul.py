@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import hint_of
+from fp8pass.base._torch import hint_of
 from fp8pass.graph.builder import is_tensor, val
 from fp8pass.passes.common.block_scales import BlockScales
 from fp8pass.passes.common.patterns import (
@@ -33,8 +33,8 @@ from fp8pass.passes.common.patterns import (
     reach,
     through,
 )
-from fp8pass.passes.common.tiles import Match as Transposed
-from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby, transposed
+from fp8pass.passes.common.transposed_copies import TransposedCopy as Transposed
+from fp8pass.passes.common.transposed_copies import is_amax, of_amax, readers_nearby, transposed
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 _RANDOM = {prims.inductor_random.default, prims.inductor_randint.default}
@@ -148,7 +148,7 @@ def _halves(view: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 @dataclass
-class Epilogue:
+class TileEpilogue:
     """The ops that the kernel of a matmul can compute after its product, and the tensors that it then writes.
 
     nodes: elementwise ops, in the graph's order, with those of other quantized tensors that are computed from what the
@@ -243,9 +243,9 @@ class Epilogue:
         self.nodes = sorted({*self.nodes, *nodes} - {*self.products.parts})
 
 
-def epilogue_of(products: Products) -> Epilogue | None:
+def epilogue_of(products: Products) -> TileEpilogue | None:
     """Return what the kernel can compute after the products, if that ends in a quantize, or in one other tensor."""
-    e = Epilogue(products, _elementwise_after(products))
+    e = TileEpilogue(products, _elementwise_after(products))
     near = reach(e.after, lambda n: n.users, lambda n: n in e.after or n.target in _LOOKED_THROUGH)
     e.quantizes = [n for n in near if n.target is QUANTIZE and e.parts(first(n)) and _is_known(n.args[1], e.matmul)]
     if e.quantizes:
@@ -264,7 +264,7 @@ def epilogue_of(products: Products) -> Epilogue | None:
     return e if gains else None
 
 
-def turned(e: Epilogue) -> list[Transposed]:
+def turned(e: TileEpilogue) -> list[Transposed]:
     """Return the transposed copies of what the kernel quantizes."""
     views = reach(e.quantizes, lambda n: n.users, lambda n: n.target in VIEWS)
     return [t for t in map(transposed, views) if t is not None and t.x_q in e.quantizes]
@@ -280,13 +280,13 @@ def _is_known(scale: object, matmul: fx.Node) -> bool:
     return is_tensor(scale) and val(scale).numel() == 1 and not depends(scale, matmul)
 
 
-def _computing(e: Epilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
+def _computing(e: TileEpilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """Return the ops of the kernel that compute these nodes."""
     known = {*e.after, *e.nodes}
     return reach(ends, lambda n: (i for i in n.all_input_nodes if i in known))
 
 
-def _saves_reads(e: Epilogue) -> bool:
+def _saves_reads(e: TileEpilogue) -> bool:
     """Return whether the ops read a matrix, as a sum with a residual does, that no kernel after the matmul reads again.
 
     For example, the backward of a norm reads its input twice: for the gradient of its weight, and for its own.
@@ -297,7 +297,7 @@ def _saves_reads(e: Epilogue) -> bool:
     return bool(matrices) and not any(depends(u, e.kept) for u in readers)
 
 
-def _last(e: Epilogue) -> list[fx.Node]:
+def _last(e: TileEpilogue) -> list[fx.Node]:
     """Return the ops after the products whose result is read by others, if there is anything to compute for them."""
     if all(n.target in RESHAPES | CASTS for n in e.after if n not in e.products.parts):
         return []
@@ -330,7 +330,7 @@ def is_column_sum(node: fx.Node) -> bool:
     return sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
 
 
-def _add_what_inputs_are_computed_from(e: Epilogue) -> None:
+def _add_what_inputs_are_computed_from(e: TileEpilogue) -> None:
     """Compute inputs in the kernel that cost no further reads there: constants, and functions of one other tensor."""
     computed = set[fx.Node]()
     while True:
@@ -356,7 +356,7 @@ def computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set[
     return chain, {n for n in met if n not in chain and products.holds(n)}
 
 
-def _add_companions(e: Epilogue) -> None:
+def _add_companions(e: TileEpilogue) -> None:
     """Add quantized tensors that are computed from what the kernel reads anyway."""
     matrices = {n for n in e.inputs if e.products.holds(n)}
     near = reach(matrices, lambda n: n.users, e.products.fits)
@@ -374,7 +374,7 @@ def _add_companions(e: Epilogue) -> None:
         e.add(chain)
 
 
-def _kept(e: Epilogue) -> fx.Node | None:
+def _kept(e: TileEpilogue) -> fx.Node | None:
     """Return the tensor that the kernel must write in high precision, because something else reads it; None if none.
 
     That is the last one from which everything can be computed that is read; often the matmul's result.

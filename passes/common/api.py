@@ -5,7 +5,8 @@ The contexts of updates and of graphs of other tracers are in `passes/update/con
 
 from __future__ import annotations
 
-from fp8pass._torch import select_decomp_table
+from fp8pass.base._torch import select_decomp_table
+from fp8pass.base.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import DynamoContext, JointContext, KernelsContext
 from fp8pass.graph.refusal import LeftOut, Reject
@@ -42,4 +43,3 @@ from fp8pass.passes.common.patterns import (
 )
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
-from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max

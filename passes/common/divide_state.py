@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fp8pass.node_meta import IS_STATE, PIECE
-from fp8pass.passes.common.regions import Region
+from fp8pass.base.node_meta import IS_STATE, PIECE
+from fp8pass.passes.common.checkpoint_regions import Region
 from fp8pass.states.slots import SlotKind
 
 PieceNumber = int | None
@@ -49,7 +49,7 @@ class _Segment(NamedTuple):
     length: int
 
 
-class Division:
+class StateDivision:
     """How the entries of state tensors are divided among the pieces of a graph.
 
     rows: the kind and the piece of each entry, one kind after the other. dim: the dimension that the entries lie along.

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass._torch import call_of_kernel, hint_of, triton_kernel_wrapper_functional
+from fp8pass.base._torch import call_of_kernel, hint_of, triton_kernel_wrapper_functional
+from fp8pass.base.node_meta import ONE_STAGE
 from fp8pass.graph.builder import Builder, val
-from fp8pass.node_meta import ONE_STAGE
-from fp8pass.passes.common.after_matmul import Epilogue
+from fp8pass.passes.common.after_matmul import TileEpilogue
 from fp8pass.passes.common.block_scales import BlockScales, contiguous_copies
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, prims
-from fp8pass.passes.common.tiles import of_amax
+from fp8pass.passes.common.transposed_copies import of_amax
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Made:
         return [(node, self.quantize) for node in self.of]
 
 
-def outputs_of(e: Epilogue) -> Iterator[Made]:
+def outputs_of(e: TileEpilogue) -> Iterator[Made]:
     """Yield what a kernel writes that computes these ops."""
     closed, numbers = e.closed(), set[fx.Node]()
     for node in e.amaxes:
@@ -66,7 +66,7 @@ def outputs_of(e: Epilogue) -> Iterator[Made]:
         yield Made("rows", e.products.parts if e.kept is e.matmul else (e.kept,), e.kept, val(e.kept).dtype)
 
 
-def results_of(e: Epilogue, made: Sequence[Made]) -> list[tuple[fx.Node, fx.Node | None]]:
+def results_of(e: TileEpilogue, made: Sequence[Made]) -> list[tuple[fx.Node, fx.Node | None]]:
     """Return what the kernel computes for these outputs, in order.
 
     First what does not depend on the products: what it shares with the rest need not be held for it.
@@ -75,7 +75,7 @@ def results_of(e: Epilogue, made: Sequence[Made]) -> list[tuple[fx.Node, fx.Node
     return sorted(results, key=lambda r: (r[0] in e.after, r[0], r[1] is not None))
 
 
-def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) -> fx.GraphModule:
+def module_of(e: TileEpilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) -> fx.GraphModule:
     """Return the ops of a kernel as a graph on matrices [M, N], whose first inputs are the products.
 
     What is quantized is only scaled: the kernel casts what it stores.

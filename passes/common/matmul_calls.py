@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fp8pass._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
+from fp8pass.base._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.graph.wanted import Sizes
+from fp8pass.graph.wanted import MatmulSizes
 from fp8pass.quant import grouped
 from fp8pass.recipes import Kind
 
@@ -169,14 +169,14 @@ class Dims:
         both = (set(x) & set(y)) - set(result)
         return tuple(i for i, c in enumerate(x) if c in both), tuple(i for i, c in enumerate(y) if c in both)
 
-    def sizes(self, a: Tensor, b: Tensor) -> Sizes:
+    def sizes(self, a: Tensor, b: Tensor) -> MatmulSizes:
         """Return the sizes of the 2-D products that the call computes for operands of these shapes.
 
         For rows in groups, M is the average number of rows of a group, rounded up.
         """
         if self.has_groups:
             (rows, k), (groups, _, n) = a.shape, b.shape
-            return Sizes(groups, -(-rows // groups), k, n)
+            return MatmulSizes(groups, -(-rows // groups), k, n)
         size = {**dict(zip(self.b, b.shape, strict=True)), **dict(zip(self.a, a.shape, strict=True))}
         in_a, in_b, out = set(self.a), set(self.b), set(self.out)
         of_a, of_b = ({c for c in out & (x - y) if c.startswith(BATCH)} for x, y in ((in_a, in_b), (in_b, in_a)))
@@ -186,7 +186,7 @@ class Dims:
         def product(letters: set[str]) -> Any:
             return math.prod(size[c] for c in sorted(letters))
 
-        return Sizes(
+        return MatmulSizes(
             product(in_a & in_b & out), product(in_a - in_b), product((in_a & in_b) - out), product(in_b - in_a)
         )
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass._torch import FakeTensor, unset_fake_temporarily
+from fp8pass.base._torch import FakeTensor, unset_fake_temporarily
+from fp8pass.base.names import source_of
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.names import source_of
-from fp8pass.scaling import FP8_DTYPES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

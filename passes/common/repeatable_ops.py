@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import FakeTensor, OpOverload, TorchDispatchMode
+from fp8pass.base._torch import FakeTensor, OpOverload, TorchDispatchMode
 from fp8pass.graph.sizes import depends_on_data
 from fp8pass.graph.wanted import HIGH_PRECISION
 from fp8pass.passes.common.matmul_calls import mutates
@@ -20,7 +20,7 @@ from fp8pass.passes.common.patterns import aten
 
 
 @dataclass(frozen=True)
-class Op:
+class RepeatableOp:
     """Describe a node that can be computed again: an elementwise op, a norm, or a reduction of rows.
 
     linear: its gradient reads no tensor that is computed from a parameter or an activation. moves: it only changes the
@@ -32,20 +32,20 @@ class Op:
     reduces: bool
 
 
-def op_of(node: fx.Node) -> Op | None:
+def op_of(node: fx.Node) -> RepeatableOp | None:
     """Return what is known of a node; None if it cannot be computed again: by its ATen ops, run on fake tensors."""
     if not _can_be_called(node):
         return None
     called = _aten_calls(node)
     if not called:  # a cast to the dtype that a tensor has returns the tensor
-        return Op(linear=True, moves=False, reduces=False) if float_inputs(node) else None
+        return RepeatableOp(linear=True, moves=False, reduces=False) if float_inputs(node) else None
     if not all(map(_is_repeatable, called)):
         return None
     packets = {call.packet for call in called if not call.op.is_view}
     graded = [n for n in float_inputs(node) if value_of(n).requires_grad]
     scales = packets <= _LINEAR | _SCALING and len(graded) == 1 and node.args.count(graded[0]) == 1
     linear = packets <= _LINEAR or (scales and not (aten.div in packets and node.args[0] is not graded[0]))
-    return Op(linear, packets <= {aten.clone, aten._unsafe_view}, any(map(_reduces, called)))
+    return RepeatableOp(linear, packets <= {aten.clone, aten._unsafe_view}, any(map(_reduces, called)))
 
 
 def _can_be_called(node: fx.Node) -> bool:
@@ -66,7 +66,7 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RepeatableCall:
     op: OpOverload
     args: tuple[Any, ...]
 
@@ -82,15 +82,15 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[_Call] = []
+        self.calls: list[_RepeatableCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "aten":  # not "prim", which asks a tensor for its device
-            self.calls.append(_Call(func, args))
+            self.calls.append(_RepeatableCall(func, args))
         return func(*args, **(kwargs or {}))
 
 
-def _aten_calls(node: fx.Node) -> list[_Call]:
+def _aten_calls(node: fx.Node) -> list[_RepeatableCall]:
     recorder = _Calls()
     with torch.no_grad(), recorder:
         _called(node)
@@ -124,7 +124,7 @@ _SCALING = {aten.mul, aten.div}
 _NORMS = {aten.native_layer_norm, aten._fused_rms_norm}
 
 
-def _is_repeatable(call: _Call) -> bool:
+def _is_repeatable(call: _RepeatableCall) -> bool:
     """Return whether an op is elementwise, a view, a norm or a reduction of rows, and draws no random numbers."""
     tags = call.op.tags
     if torch.Tag.nondeterministic_seeded in tags:
@@ -133,7 +133,7 @@ def _is_repeatable(call: _Call) -> bool:
     return elementwise or _reduces(call)
 
 
-def _reduces(call: _Call) -> bool:
+def _reduces(call: _RepeatableCall) -> bool:
     if call.packet in _NORMS:
         return True
     if torch.Tag.reduction not in call.op.tags or len(call.args) < 2:

@@ -23,19 +23,19 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fp8pass import scaling
-from fp8pass._torch import ConstantSource
+from fp8pass.base import scaling
+from fp8pass.base._torch import ConstantSource
+from fp8pass.base.node_meta import IS_STATE, PIECE
 from fp8pass.graph.annotation import STATE_INPUTS
 from fp8pass.graph.inputs import FixedScales, Input, SlotInput
-from fp8pass.node_meta import IS_STATE, PIECE
 from fp8pass.options.config import Reduction
-from fp8pass.passes.common.divide_state import FIRST_PIECE, Division, PieceNumber, PieceOf
-from fp8pass.passes.common.regions import Region
+from fp8pass.passes.common.checkpoint_regions import Region
+from fp8pass.passes.common.divide_state import FIRST_PIECE, PieceNumber, PieceOf, StateDivision
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
-from fp8pass.runtime.frozen_weights import FrozenWeightInput
-from fp8pass.runtime.weight_cache import CachedWeight, CachedWeightInput, Held
 from fp8pass.states.slots import SlotTable
+from fp8pass.weights.prequantized import PrequantizedInput
+from fp8pass.weights.weight_cache import CachedWeight, CachedWeightInput, Held
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Weight:
 
 
 @dataclass
-class Slot:
+class NewSlot:
     """A quantizer in the arguments of `node` that has no slot in the state yet.
 
     anchor, source_line: see `SlotTable`.
@@ -78,7 +78,7 @@ _AMAXES = {"forward": "amax_forward", "weight": "weight_copy_scales", "gradient"
 def lift_state(
     graph: fx.Graph,
     inputs: list[Input[Any]],
-    slots: list[Slot],
+    slots: list[NewSlot],
     regions: list[Region],
     owned: tuple[str, ...],
     device: torch.device | None,
@@ -89,7 +89,7 @@ def lift_state(
     regions: outer ones before inner ones; the state is handed to their bodies as further inputs. reduces: how ranks
     share recorded amaxes. Returns one table for each recipe.
     """
-    by_recipe: dict[DelayedScaling | StaticScaling, list[Slot]] = {}
+    by_recipe: dict[DelayedScaling | StaticScaling, list[NewSlot]] = {}
     for slot in slots:
         by_recipe.setdefault(slot.quantizer.recipe, []).append(slot)
     tables: list[SlotTable] = []
@@ -143,8 +143,8 @@ def _add_inputs(
     }
 
 
-def freeze(
-    graph: fx.Graph, inputs: list[Input[Any]], tables: list[SlotTable], slots: list[Slot], by_columns: Set[fx.Node]
+def prequantize(
+    graph: fx.Graph, inputs: list[Input[Any]], tables: list[SlotTable], slots: list[NewSlot], by_columns: Set[fx.Node]
 ) -> None:
     """Add an input for each parameter that is quantized in advance, after all other inputs of the graph.
 
@@ -155,15 +155,17 @@ def freeze(
     for i, node in enumerate([n for n in graph.nodes if n.target is ops.frozen_operand]):
         weight, quantizer, *rest = node.args
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-        frozen = FrozenWeightInput(f"frozen_{i}", positions[weight], table, slot_of[node], node in by_columns)
-        node.args = (add_input(graph, inputs, frozen), quantizer, *rest)
+        prequantized = PrequantizedInput(
+            f"prequantized_{i}", positions[weight], table, slot_of[node], node in by_columns
+        )
+        node.args = (add_input(graph, inputs, prequantized), quantizer, *rest)
 
 
 def cache(
     graph: fx.Graph,
     inputs: list[Input[Any]],
     tables: list[SlotTable],
-    slots: list[Slot],
+    slots: list[NewSlot],
     regions: list[Region],
     weights: dict[fx.Node, Weight],
 ) -> None:
@@ -212,16 +214,16 @@ def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
     return bodies
 
 
-def _is_kept(slot: Slot) -> bool:
+def _is_kept(slot: NewSlot) -> bool:
     """Return whether the slot has the history of a weight whose FP8 copy is cached."""
     return slot.node.target is ops.cached_operand and isinstance(slot.quantizer, ops.Delayed)
 
 
-def _records(slot: Slot) -> bool:
+def _records(slot: NewSlot) -> bool:
     return isinstance(slot.quantizer, ops.Delayed) and slot.quantizer.record
 
 
-def _recording_slot(slot: Slot, candidates: list[Slot], piece_of: PieceOf) -> Slot | None:
+def _recording_slot(slot: NewSlot, candidates: list[NewSlot], piece_of: PieceOf) -> NewSlot | None:
     """Return the slot of the use with grad, for a parameter read both with and without grad in a piece; None if not."""
     if _records(slot) or slot.source_line or slot.role == "grad_output":
         return None
@@ -234,7 +236,7 @@ def _insert(
     graph: fx.Graph,
     inputs: dict[str, fx.Node],
     table: SlotTable,
-    slots: list[Slot],
+    slots: list[NewSlot],
     regions: list[Region],
     suffix: str,
     reduces: Reduction | None,
@@ -263,7 +265,7 @@ def _insert(
     piece_of = PieceOf(graph, regions)
     pieces = {slot.position: piece_of(slot.node) for slot in slots}
     rows = [(table.kind_of(i), pieces[i]) for i in range(len(table.names))]
-    division = Division(rows)
+    division = StateDivision(rows)
     if division.is_divided:
         for node in begun:
             node.meta[PIECE] = FIRST_PIECE

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.base._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import val
 from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common.patterns import COPIES, JOINS, MOVEMENT, at, aten, constant, first, prims
@@ -57,7 +57,7 @@ def moved_input(node: fx.Node) -> fx.Node | None:
 def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
     """Apply the movement that `node` does to the FP8 tensor `x` of `dtype`."""
     if node.target in COPIES:
-        return x  # layout.py decides later, once, which layout the kernel needs
+        return x  # operand_layout.py decides later, once, which layout the kernel needs
     if node.target in (aten.view.default, aten.reshape.default):
         return reshape(x, node.args[1], emit)
     if node.target in (aten.mul.Tensor, aten.div.Tensor):  # the scale broadcasts the tensor to more dimensions

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import FakeTensor
+from fp8pass.base._torch import FakeTensor
 
 
-class Write:
+class CallWriter:
     """Adds calls at the insertion point, with the metadata of `node`."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:

@@ -25,20 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.base._torch import FORCE_STRIDE_ORDER
+from fp8pass.base.node_meta import RECORDED
+from fp8pass.base.scaling import is_finite, merge_amax
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import RECORDED
 from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.quant.kernel_ops import ALIGNED, JOINED, ROWS
-from fp8pass.scaling import is_finite, merge_amax
 
 MAX_SLOTS_PER_KERNEL = 8
 """Most slots in one group: each program of its kernel compares its index with each slot's."""
 
 
 @dataclass(eq=False)
-class Slot:
+class RecordSlot:
     """One record. index: its entry. whole: the amax; partial: the tensor it is reduced from. inverse: its scale_inv."""
 
     index: int
@@ -54,11 +54,11 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Match:
+class RecordsMatch:
     """The records that one `copy_` writes."""
 
     copy: fx.Node
-    slots: list[Slot]
+    slots: list[RecordSlot]
 
     @property
     def before(self) -> fx.Node:
@@ -71,7 +71,7 @@ class Match:
         return str(as_node(self.copy.args[1]).meta[RECORDED])
 
 
-def match(copy: fx.Node) -> Match | None:
+def match(copy: fx.Node) -> RecordsMatch | None:
     """Return the records that `copy` writes; None if a slot does not have the form above."""
     if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
         return None
@@ -85,10 +85,10 @@ def match(copy: fx.Node) -> Match | None:
     parts: Any = new.args[0]
     slots = [_slot(i, first(p)) if p.target is aten.unsqueeze.default else None for i, p in enumerate(parts)]
     found = [s for s in slots if s is not None]
-    return Match(copy, found) if len(found) == len(slots) else None
+    return RecordsMatch(copy, found) if len(found) == len(slots) else None
 
 
-def _slot(index: int, amax: fx.Node) -> Slot | None:
+def _slot(index: int, amax: fx.Node) -> RecordSlot | None:
     whole = amax
     if whole.target in CASTS:  # `scaling.amax` casts to float32, which leaves no node if it is float32 already
         whole = first(whole)
@@ -99,7 +99,7 @@ def _slot(index: int, amax: fx.Node) -> Slot | None:
     inverses = [u for of in finite for u in of.users if u.target is aten.where.self and u.args[0] is of]
     inverses = [u for u in inverses if as_node(u.args[1]).target is aten.reciprocal.default]
     known = all(isinstance(size, int) for size in val(first(whole)).shape)
-    return Slot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
+    return RecordSlot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
 
 
 class BatchAmaxes:
@@ -114,7 +114,7 @@ class BatchAmaxes:
             if (found := match(node)) is not None and found.slots:
                 _undo_align_arguments(found.slots)
                 groups = _groups(graph, found.slots)
-                _Rewriter(context.builder(graph, self.name), found).rewrite(groups)
+                _RecordsRewriter(context.builder(graph, self.name), found).rewrite(groups)
                 applied += len(groups)
         applied += _all_as_matrices(graph, context)
         if applied:
@@ -122,7 +122,7 @@ class BatchAmaxes:
         return applied
 
 
-def _undo_align_arguments(slots: list[Slot]) -> None:
+def _undo_align_arguments(slots: list[RecordSlot]) -> None:
     """Let the readers of a copy of a scale_inv read the scale_inv, which becomes an element of an aligned vector."""
     for slot in slots:
         for copy in [u for u in slot.inverse.users if u.target is ALIGNED]:
@@ -130,7 +130,7 @@ def _undo_align_arguments(slots: list[Slot]) -> None:
             copy.graph.erase_node(copy)
 
 
-def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
+def _groups(graph: fx.Graph, slots: list[RecordSlot]) -> list[list[RecordSlot]]:
     """Group slots by depth: the slot's own, or that of the first reader of its scale_inv if that is deeper.
 
     So every reader of a group's elements is at the group's depth or deeper, and no input of the group is.
@@ -149,12 +149,12 @@ def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
     return groups
 
 
-class _Rewriter:
-    def __init__(self, build: Builder, m: Match) -> None:
+class _RecordsRewriter:
+    def __init__(self, build: Builder, m: RecordsMatch) -> None:
         self.m = m
         self.build = build
 
-    def rewrite(self, groups: list[list[Slot]]) -> None:
+    def rewrite(self, groups: list[list[RecordSlot]]) -> None:
         for group in groups[1:]:  # the vector of the first group would take one launch more (test_traffic.py)
             self._scales(group)
         amaxes = [self._last_stage(group) for group in groups]
@@ -165,7 +165,7 @@ class _Rewriter:
             self._record_at_once(groups, amaxes)
         self.m.copy.graph.erase_node(self.m.copy)
 
-    def _scales(self, group: list[Slot]) -> None:
+    def _scales(self, group: list[RecordSlot]) -> None:
         """Give a group a vector of its scales, so that the kernels of equal layers are equal, and compiled once.
 
         An index into the scales of all slots would be a number in the code of each kernel. Does nothing where a scale
@@ -183,7 +183,7 @@ class _Rewriter:
             element = self.build.emit(at, aten.select.int, vector, 0, i)
             scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
 
-    def _last_stage(self, group: list[Slot]) -> fx.Node:
+    def _last_stage(self, group: list[RecordSlot]) -> fx.Node:
         """Emit the amaxes of a group, f32[n], and let readers of each scale_inv read elements of one vector.
 
         The nodes stand at the end of the graph if only the backward reads the scale_invs.
@@ -197,14 +197,14 @@ class _Rewriter:
             slot.inverse.replace_all_uses_with(element)
         return amax
 
-    def _record(self, group: list[Slot], amax: fx.Node) -> None:
+    def _record(self, group: list[RecordSlot], amax: fx.Node) -> None:
         """Write the amaxes of a group of consecutive slots into their part of the buffer."""
         copy = self.m.copy
         part = group[0].index, group[-1].index + 1
         old, into = (self.build.emit(copy, aten.slice.Tensor, x, 0, *part) for x in (self.m.before, first(copy)))
         self.build.emit(copy, aten.copy_.default, into, self._merged(old, amax))
 
-    def _record_at_once(self, groups: list[list[Slot]], amaxes: list[fx.Node]) -> None:
+    def _record_at_once(self, groups: list[list[RecordSlot]], amaxes: list[fx.Node]) -> None:
         """Write the amaxes of all groups, whose slots alternate, in one kernel at the end.
 
         The merge is emitted again, since the old one may stand before matmuls that need a scale, and so before the

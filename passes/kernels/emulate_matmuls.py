@@ -23,11 +23,11 @@ import logging
 import torch
 from torch import Tensor, fx
 
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import why_emulated
 from fp8pass.passes.common.patterns import aten, dtype_of
-from fp8pass.scaling import FP8_DTYPES
 
 log = logging.getLogger(__name__)
 

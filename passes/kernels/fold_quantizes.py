@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from fp8pass.base.scaling import FP8_DTYPES, fp8_max
 from fp8pass.graph.builder import is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import CASTS, aten, dtype_of, first, prims
 from fp8pass.quant.kernel_ops import QUANTIZE
-from fp8pass.scaling import FP8_DTYPES, fp8_max
 
 
-class Match(NamedTuple):
+class QuantizeMatch(NamedTuple):
     """`x_q = quantize(x, scale)`, as `scaling.quantize` is traced."""
 
     x_q: fx.Node
@@ -31,7 +31,7 @@ class Match(NamedTuple):
     scale: fx.Node
 
 
-def match(x_q: fx.Node) -> Match | None:
+def match(x_q: fx.Node) -> QuantizeMatch | None:
     """Match the ops of `scaling.quantize` backwards; only the cast to float32 may have other readers."""
     dtype = dtype_of(x_q)
     if x_q.target is not prims.convert_element_type.default or dtype not in FP8_DTYPES:
@@ -50,7 +50,7 @@ def match(x_q: fx.Node) -> Match | None:
         return None
     if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2 and val(first(x)).is_floating_point():
         x = first(x)  # not for counts, masks and one-hot rows: `quantize` takes floating point only
-    return Match(x_q, x, scale)
+    return QuantizeMatch(x_q, x, scale)
 
 
 class FoldQuantizes:

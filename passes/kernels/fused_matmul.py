@@ -11,23 +11,15 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import hint_of
-from fp8pass.errors import first_line
-from fp8pass.fused.choice import Decide
-from fp8pass.fused.compiled import shared_memory
-from fp8pass.fused.epilogue import Epilogue as Code
-from fp8pass.fused.epilogue import Read, written
-from fp8pass.fused.places import CannotFuse
-from fp8pass.fused.plan import ANY, Matmul, Output, Plan
-from fp8pass.fused.source import kernel_of
-from fp8pass.fused.tiles import candidates
+from fp8pass.base._torch import hint_of
+from fp8pass.base.errors import first_line
+from fp8pass.base.names import short
+from fp8pass.base.node_meta import GEMM
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import target_of
-from fp8pass.names import short
-from fp8pass.node_meta import GEMM
-from fp8pass.passes.common.after_matmul import Epilogue, epilogue_of, products_of
-from fp8pass.passes.common.alone import alone
+from fp8pass.passes.common.after_matmul import TileEpilogue, epilogue_of, products_of
+from fp8pass.passes.common.copy_part import alone
 from fp8pass.passes.common.gpu import Gpu, gpu_of
 from fp8pass.passes.common.kernel_outputs import (
     Made,
@@ -45,7 +37,15 @@ from fp8pass.passes.common.patterns import (
     move_before,
     readers,
 )
-from fp8pass.passes.common.tiles import saturation_flag
+from fp8pass.passes.common.transposed_copies import saturation_flag
+from fp8pass.passes.kernels.element_addresses import CannotFuse
+from fp8pass.passes.kernels.fused_plan import ANY, Matmul, Output, Plan
+from fp8pass.passes.kernels.matmul_source import kernel_of
+from fp8pass.passes.kernels.tile_sizes import candidates
+from fp8pass.passes.kernels.trial_compile import shared_memory
+from fp8pass.passes.kernels.triton_epilogue import Read, written
+from fp8pass.passes.kernels.triton_epilogue import TritonEpilogue as Code
+from fp8pass.passes.kernels.when_to_fuse import Decide
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ _PASS = "fuse_matmuls"
 class Match:
     """A matmul with its epilogue. made: the outputs of the kernel. results: what the epilogue computes, in order."""
 
-    epilogue: Epilogue
+    epilogue: TileEpilogue
     made: list[Made]
     results: list[tuple[fx.Node, fx.Node | None]]
 

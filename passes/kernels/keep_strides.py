@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import fx
 
+from fp8pass.base.node_meta import STRIDES
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.other_libraries import has_strides, tensors_of
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import STRIDES
 from fp8pass.quant.kernel_ops import LAID_OUT
 
 

@@ -22,13 +22,13 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.base._torch import FORCE_STRIDE_ORDER
+from fp8pass.base.node_meta import ONE_STAGE
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import ONE_STAGE
 from fp8pass.passes.common.patterns import CASTS, VIEWS, aten, dtype_of, readers
 from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
-from fp8pass.scaling import FP8_DTYPES
 
 MAX_ELEMENTS = 1 << 12
 """Most elements of a vector that is materialized."""

@@ -10,29 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import is_deterministic, triton_kernel_wrapper_functional
-from fp8pass.fused.epilogue import Epilogue as Code
-from fp8pass.fused.epilogue import written
-from fp8pass.fused.places import CannotFuse, Columns, cut
-from fp8pass.fused.plan import Output
-from fp8pass.fused.tiles_source import (
-    AMAXES,
-    BLOCK,
-    HEAVY,
-    LIGHT,
-    ROWS_IN_A_WORD,
-    Blocks,
-    Choice,
-    Op,
-    TilesPlan,
-    in_blocks,
-    kernel_of,
-)
+from fp8pass.base._torch import is_deterministic, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
 from fp8pass.graph.other_libraries import runs_elsewhere
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum, turned
-from fp8pass.passes.common.arranged import Arranged, arranged
+from fp8pass.passes.common.after_matmul import Products, TileEpilogue, computed_from, depends, is_column_sum, turned
 from fp8pass.passes.common.block_scales import BlockScales, block_scales
 from fp8pass.passes.common.kernel_outputs import (
     Made,
@@ -54,7 +36,8 @@ from fp8pass.passes.common.patterns import (
     readers,
     through,
 )
-from fp8pass.passes.common.tiles import (
+from fp8pass.passes.common.reordered_matrices import Arranged, arranged
+from fp8pass.passes.common.transposed_copies import (
     comes_of_row_reduction,
     is_amax,
     is_count,
@@ -63,6 +46,23 @@ from fp8pass.passes.common.tiles import (
     of_amax,
     readers_nearby,
 )
+from fp8pass.passes.kernels.element_addresses import CannotFuse, Columns, cut
+from fp8pass.passes.kernels.fused_plan import Output
+from fp8pass.passes.kernels.tiles_source import (
+    AMAXES,
+    BLOCK,
+    HEAVY,
+    LIGHT,
+    ROWS_IN_A_WORD,
+    Choice,
+    KernelOp,
+    ResultBlocks,
+    TilesPlan,
+    in_blocks,
+    kernel_of,
+)
+from fp8pass.passes.kernels.triton_epilogue import TritonEpilogue as Code
+from fp8pass.passes.kernels.triton_epilogue import written
 from fp8pass.quant.kernel_ops import QUANTIZE, WRITE
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ _LOOKED_THROUGH = {*RESHAPES, aten.permute.default, aten.cat.default}
 
 
 @dataclass
-class Group(Epilogue):
+class Group(TileEpilogue):
     """The ops and quantizes that one kernel computes. after: the tensors that are quantized as they are.
 
     arranged: the matrices that the kernel computes from tensors in another order.
@@ -451,7 +451,7 @@ def plan_of(m: Match) -> TilesPlan:
     outputs = tuple(_output(o, m, ranges[0].parts) for o in m.made)
     piles = tuple((i, heights) for i, n in enumerate(group.inputs) if (heights := group.heights(n)))
     dtypes = tuple(val(n).dtype for n in group.inputs)
-    ops = map(Op.of, sorted((*group.computes, *group.replaced)))
+    ops = map(KernelOp.of, sorted((*group.computes, *group.replaced)))
     at = tuple((of.first, code) for of, code in zip(ranges, codes, strict=True))
     columns = group.products.n // ranges[0].parts
     return TilesPlan(rows, columns, at, outputs, dtypes, piles, choices, blocks, half, tuple(ops))
@@ -503,9 +503,9 @@ def _choices(group: Group) -> tuple[Choice, ...]:
     return found[:1] if group.sums and is_deterministic() else found
 
 
-def _blocks(b: BlockScales, m: Match) -> Blocks:
+def _blocks(b: BlockScales, m: Match) -> ResultBlocks:
     (x,) = m.group.parts(b.x)
-    return Blocks(m.results.index((x, None)), b.rows, b.columns, written(b.module()))
+    return ResultBlocks(m.results.index((x, None)), b.rows, b.columns, written(b.module()))
 
 
 def _output(o: Made, m: Match, parts: int) -> Output:

@@ -34,21 +34,13 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER, triton_kernel_wrapper_functional
+from fp8pass.base._torch import FORCE_STRIDE_ORDER, triton_kernel_wrapper_functional
+from fp8pass.base.node_meta import TILED, WITH_AMAX
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import TILED, WITH_AMAX
-from fp8pass.passes.common.patterns import (
-    JOINS,
-    MOVEMENT,
-    aten,
-    has_one_element,
-    is_elementwise,
-    reach,
-    sources,
-)
-from fp8pass.passes.common.tiles import (
-    Match,
+from fp8pass.passes.common.patterns import JOINS, MOVEMENT, aten, has_one_element, is_elementwise, reach, sources
+from fp8pass.passes.common.transposed_copies import (
+    TransposedCopy,
     cat_of,
     check,
     chunks_of,
@@ -86,7 +78,7 @@ class QuantizeTiles:
         return len(matches)
 
 
-def _move(build: Builder, m: Match) -> None:
+def _move(build: Builder, m: TransposedCopy) -> None:
     """Make the transposed copy right after the tensor is quantized, so that one kernel writes both."""
     x_q, emit = m.x_q, functools.partial(build.emit, m.x_q.next)
     shape = val(x_q).shape
@@ -107,7 +99,7 @@ def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
     return made
 
 
-def _rewrite(build: Builder, m: Match) -> None:
+def _rewrite(build: Builder, m: TransposedCopy) -> None:
     emit, dtype = functools.partial(build.emit, m.x_q), val(m.x_q).dtype
     tiles = _tiles(build, m)
     with_amax = reduce_in_tiles(build, m, tiles)
@@ -133,7 +125,7 @@ def _rewrite(build: Builder, m: Match) -> None:
     m.x_q.replace_all_uses_with(emit(aten.reshape.default, x_q, list(val(m.x_q).shape)))
 
 
-def _tiles(build: Builder, m: Match) -> list[fx.Node]:
+def _tiles(build: Builder, m: TransposedCopy) -> list[fx.Node]:
     """Emit the tiles [k, R/k, C] of `x`, or of each part if it is a cat."""
     at, shared = min(m.x.users), len(m.x.users) > 2
     xs = _parts(m.x)

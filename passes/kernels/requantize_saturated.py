@@ -25,13 +25,13 @@ import torch
 from torch import fx
 
 from fp8pass import hardware
-from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
-from fp8pass.fused import requantize
+from fp8pass.base._torch import call_of_kernel, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.gpu import gpu_of
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, sources
-from fp8pass.passes.common.tiles import saturation_flag
+from fp8pass.passes.common.transposed_copies import saturation_flag
+from fp8pass.passes.kernels import requantize_kernel
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 PROGRAMS = 4
@@ -83,7 +83,7 @@ def _rewrite(build: Builder, x_q: fx.Node, flag: fx.Node, delayed: fx.Node) -> N
         turned = build.emit(at, aten.permute.default, build.emit(at, aten.reshape.default, q, [rows, columns]), [1, 0])
         written["out1"] = build.emit(at, aten.clone.default, turned, memory_format=torch.contiguous_format)
     programs = min(PROGRAMS * gpu_of(val(x).device).multiprocessors, math.ceil(rows / 64) * math.ceil(columns / 64))
-    kernel = requantize.kernel_of(requantize.Requantize(rows, columns, dtype, bool(copies), programs))
+    kernel = requantize_kernel.kernel_of(requantize_kernel.Requantize(rows, columns, dtype, bool(copies), programs))
     call = call_of_kernel(kernel, [programs], {"x": x, "scale": scale, "flag": flag, **written}, list(written))
     result = build.emit(at, triton_kernel_wrapper_functional, **call)
     for name, old in zip(written, ([x_q], copies), strict=False):

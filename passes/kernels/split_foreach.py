@@ -20,13 +20,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fp8pass._torch import OpOverload, hint_of
+from fp8pass.base._torch import OpOverload, hint_of
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.passes.common.foreach import SPLITS
 from fp8pass.passes.common.patterns import aten, dtype_of
-from fp8pass.scaling import FP8_DTYPES
+from fp8pass.passes.kernels.combo_kernels import SMALL_KERNEL_BYTES
 
 
 def match(node: fx.Node) -> str:

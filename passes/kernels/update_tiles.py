@@ -19,14 +19,14 @@ import functools
 
 from torch import fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.base._torch import FORCE_STRIDE_ORDER
+from fp8pass.base.node_meta import TILED, WITH_AMAX
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import TILED, WITH_AMAX
 from fp8pass.passes.common.patterns import VIEWS, as_node, aten, first, is_elementwise, sources
 from fp8pass.passes.common.read_written import read_written
-from fp8pass.passes.common.tiles import (
-    Match,
+from fp8pass.passes.common.transposed_copies import (
+    TransposedCopy,
     check,
     chunks_of,
     is_amax,
@@ -60,7 +60,7 @@ class UpdateTiles:
         return waiting + len(wanted)
 
 
-def _rewrite(build: Builder, m: Match, into: list[fx.Node]) -> None:
+def _rewrite(build: Builder, m: TransposedCopy, into: list[fx.Node]) -> None:
     chunks = chunks_of(m.rows, m.columns)
     _compute_scales_once(build, m.scale)
     shape = [chunks, m.rows // chunks, m.columns]
@@ -85,7 +85,7 @@ def _compute_scales_once(build: Builder, scale: fx.Node) -> None:
         vector.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
-def _destinations(m: Match) -> list[fx.Node]:
+def _destinations(m: TransposedCopy) -> list[fx.Node]:
     """Return the `copy_` of the transposed copy into an input, and the `copy_` of the tensor itself.
 
     An empty list if either tensor has another reader.
@@ -140,7 +140,7 @@ class _InTiles:
         return all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
 
 
-def _update_in_tiles(build: Builder, m: Match, tiles: list[int], computed: list[fx.Node]) -> fx.Node:
+def _update_in_tiles(build: Builder, m: TransposedCopy, tiles: list[int], computed: list[fx.Node]) -> fx.Node:
     """Emit `x`, which an update computes, in tiles, with the update's other writes: one kernel that reads once.
 
     These are all writes into graph inputs of the shape of `x` whose value is computed from the same large tensors.

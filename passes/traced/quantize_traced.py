@@ -23,19 +23,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
+from fp8pass.base import scaling
+from fp8pass.base.names import Names, source_of
+from fp8pass.base.node_meta import KIND
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.builder import Builder, fake_mode_of, op_name, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.names import Names, source_of
-from fp8pass.node_meta import KIND
-from fp8pass.passes.annotate.check import Call, check, check_speedup, for_instance
-from fp8pass.passes.annotate.quantizers import Pair, quantizers
 from fp8pass.passes.common.matmul_calls import signature_of
 from fp8pass.passes.common.patterns import ALL_MATMULS, CASTS, COPIES, at, aten, fp8_source
-from fp8pass.passes.rewrite.list_matmuls import operands
-from fp8pass.passes.traced.products import VIEWS, Finder, Layer, Product, Values, base, bias_of, chain
+from fp8pass.passes.dynamo.check_matmul import CheckedCall, check, check_speedup, for_instance
+from fp8pass.passes.dynamo.quantizers import Pair, quantizers
+from fp8pass.passes.joint.list_matmuls import operands
+from fp8pass.passes.traced.matmuls_of_layers import (
+    VIEWS,
+    Finder,
+    TracedLayer,
+    TracedProduct,
+    Values,
+    base,
+    bias_of,
+    chain,
+)
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Kind, Role, StaticScaling, next_scale_of
 from fp8pass.states.slots import SlotTable
@@ -109,7 +118,7 @@ class _Planner:
         if (found := finder.disguised()) is not None:
             context.notes.append(_disguise(*found))
         self.records = any(layer.trains for layer in self.layers)
-        self.factors: dict[fx.Node, tuple[Product, tuple[Factor, Factor]]] = {}
+        self.factors: dict[fx.Node, tuple[TracedProduct, tuple[Factor, Factor]]] = {}
         self.slots: dict[Hashable, _Slot] = {}
         self.device: torch.device | None = None
 
@@ -125,16 +134,16 @@ class _Planner:
 
     def _refuse(self, node: fx.Node) -> None:
         """Decline a matmul that belongs to no layer."""
-        choice = self._choose(node, [Product(node, "output")])
+        choice = self._choose(node, [TracedProduct(node, "output")])
         if node not in self.reasons:
             self._decline(choice, Reject("grouped", "matmuls of experts stay as they are in a traced graph"))
             return
         choice.rule, choice.wanted = "product", True
         choice.reason = f"which product of which layer it is can't be decided: {self.reasons[node]}"
 
-    def _decide(self, layer: Layer) -> None:
+    def _decide(self, layer: TracedLayer) -> None:
         node = layer.output
-        choice = self._choose(node, [*layer.products, *(Product(n, "output") for n in layer.repeats)])
+        choice = self._choose(node, [*layer.products, *(TracedProduct(n, "output") for n in layer.repeats)])
         if any(fp8_source(x) is not None for x in operands(node)):
             return  # quantized by the user: passes over the joint graph detect it
         try:
@@ -155,7 +164,7 @@ class _Planner:
             if product.kind in pairs:
                 self._plan(layer, choice.name, product, pairs[product.kind])
 
-    def _choose(self, node: fx.Node, products: Sequence[Product]) -> MatmulChoice:
+    def _choose(self, node: fx.Node, products: Sequence[TracedProduct]) -> MatmulChoice:
         """Append a choice, and leave its index on the matmuls that it is for."""
         choices = self.context.choices
         for product in products:
@@ -176,7 +185,7 @@ class _Planner:
             choice.rule, choice.reason = reject.rule, why
         choice.wanted = not isinstance(reject, LeftOut)
 
-    def _checked(self, layer: Layer, choice: MatmulChoice) -> Call:
+    def _checked(self, layer: TracedLayer, choice: MatmulChoice) -> CheckedCall:
         """Return the layer's call and recipe; raise Reject if it can't run in FP8, LeftOut if it is not wanted."""
         node, config = layer.output, self.context.config
         signature = signature_of(node)
@@ -206,8 +215,8 @@ class _Planner:
             recipes.add((config.recipe_of(name)[0], bool(config.leaves_out(name, m, k, val(b).shape[-1]))))
         return len(recipes) == 1
 
-    def _plan(self, layer: Layer, name: str, product: Product, pair: Pair) -> None:
-        by_role = dict(zip(Product(product.node, product.kind).roles, pair, strict=True))
+    def _plan(self, layer: TracedLayer, name: str, product: TracedProduct, pair: Pair) -> None:
+        by_role = dict(zip(TracedProduct(product.node, product.kind).roles, pair, strict=True))
         factors: list[Factor] = []
         for position, role in enumerate(product.roles):
             quantizer = by_role[role]
@@ -219,7 +228,9 @@ class _Planner:
         for repeat in layer.repeats if product.kind == "output" else ():
             self.factors[repeat] = replace(product, node=repeat), (factors[0], factors[1])
 
-    def _slot(self, layer: Layer, name: str, product: Product, position: int, quantizer: ops.Quantizer) -> _Slot | None:
+    def _slot(
+        self, layer: TracedLayer, name: str, product: TracedProduct, position: int, quantizer: ops.Quantizer
+    ) -> _Slot | None:
         if not isinstance(quantizer, (ops.Delayed, ops.Static)):
             return None
         role = product.roles[position]
@@ -260,7 +271,7 @@ def _table(recipe: Any, slots: Sequence[_Slot], device: Any, records: bool) -> S
     )
 
 
-def _turned(quantizer: ops.Quantizer, product: Product, position: int) -> ops.Quantizer:
+def _turned(quantizer: ops.Quantizer, product: TracedProduct, position: int) -> ops.Quantizer:
     """Return the quantizer for a factor, which may be the transpose of the tensor that the quantizer is made for."""
     if not isinstance(quantizer, (ops.Rowwise, ops.Blockwise)) or not product.is_transposed(position):
         return quantizer
@@ -376,7 +387,7 @@ class _Writer:
 
     # -- Matmuls.
 
-    def _rewrite(self, node: fx.Node, product: Product, factors: tuple[Factor, Factor]) -> None:
+    def _rewrite(self, node: fx.Node, product: TracedProduct, factors: tuple[Factor, Factor]) -> None:
         a, b = (self._factor(node, x, *how) for x, how in zip(operands(node), factors, strict=True))
         bias, _, beta = bias_of(node)
         if bias is None:

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from fp8pass.graph.inputs import Input
 from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.state_inputs import add_input
-from fp8pass.runtime.update_inputs import UpdateCall, UpdateInput
-from fp8pass.runtime.update_key import UpdateKey
+from fp8pass.weights.update_inputs import UpdateCall, UpdateInput
+from fp8pass.weights.update_key import UpdateKey
 
 
 @dataclass

@@ -17,15 +17,15 @@ from torch import Tensor, fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass._torch import FakeTensor, FakeTensorMode
+from fp8pass.base._torch import FakeTensor, FakeTensorMode
+from fp8pass.base.names import source_name
 from fp8pass.graph.annotation import copy_to_edit
-from fp8pass.names import source_name
 from fp8pass.passes.common.foreach import expand_foreach
 from fp8pass.passes.common.patterns import aten, prims, reach
 from fp8pass.passes.update.written import example, refs
 from fp8pass.quant.moments import MIN_ELEMENTS, Moments, moment_of
 from fp8pass.quant.sharded import division_of, part_of
-from fp8pass.runtime.update_key import Moment, TensorRef
+from fp8pass.weights.update_key import Moment, TensorRef
 
 
 def moments_of(

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import example, refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import TensorRef
+from fp8pass.weights.update_key import TensorRef
 
 
 class LiftBfloat16:

@@ -21,8 +21,8 @@ from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
 from fp8pass.quant.moments import pack
-from fp8pass.runtime.update_inputs import UpdateCall
-from fp8pass.runtime.update_key import TensorRef
+from fp8pass.weights.update_inputs import UpdateCall
+from fp8pass.weights.update_key import TensorRef
 
 
 class ReadMoments:

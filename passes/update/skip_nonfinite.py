@@ -20,11 +20,11 @@ from operator import attrgetter
 
 from torch import fx
 
-from fp8pass.names import source_name
+from fp8pass.base.names import source_name
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import TensorRef
+from fp8pass.weights.update_key import TensorRef
 
 
 def gradients(graph: fx.Graph) -> list[fx.Node]:

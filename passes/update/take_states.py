@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.quant import ops
-from fp8pass.runtime.update_inputs import UpdateCall
+from fp8pass.weights.update_inputs import UpdateCall
 
 
 class TakeStates:

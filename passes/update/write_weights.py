@@ -28,8 +28,8 @@ from torch import Tensor, fx
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_inputs import UpdateCall
-from fp8pass.runtime.update_key import TensorRef, Write
+from fp8pass.weights.update_inputs import UpdateCall
+from fp8pass.weights.update_key import TensorRef, WeightWrite
 
 
 class WriteWeights:
@@ -86,7 +86,7 @@ def _write(graph: fx.Graph, context: UpdateContext) -> None:
 
 
 def _inputs_of(
-    graph: fx.Graph, context: UpdateContext, i: int, w: Write, nodes: Mapping[TensorRef, fx.Node]
+    graph: fx.Graph, context: UpdateContext, i: int, w: WeightWrite, nodes: Mapping[TensorRef, fx.Node]
 ) -> list[Any]:
     """Add the inputs of a write; return its last arguments: parts, scales if it has its own, copies, transposes."""
 

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, enable_python_dispatcher, pytree
+from fp8pass.base._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    pytree,
+)
 from fp8pass.passes.common.matmul_calls import mutates
 from fp8pass.quant.sharded import part_of, with_part
-from fp8pass.runtime.update_key import TensorRef, attribute
+from fp8pass.weights.update_key import TensorRef, attribute
 
 
 def written(module: fx.GraphModule) -> list[TensorRef]:

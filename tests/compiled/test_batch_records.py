@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 import fp8pass
-from fp8pass import scaling
-from fp8pass._torch import min_cut_partition
-from fp8pass.lowering.joint_passes import JointPasses
+from fp8pass.base import scaling
+from fp8pass.base._torch import min_cut_partition
+from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.quant.ops import RECORD
 from tests.helpers.harness import compiled
 
@@ -32,7 +32,7 @@ def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
         assert not written & read
         return forward, backward
 
-    monkeypatch.setattr("fp8pass.inductor.partition.min_cut_partition", partition)
+    monkeypatch.setattr("fp8pass.compiler.partition.min_cut_partition", partition)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
     compiled(model)(torch.randn(8, 16)).sum().backward()
     assert len(backwards) == 1

@@ -18,12 +18,11 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass import cli
-from fp8pass.debug.bisector import Bisection, _smallest, all_finite
-from fp8pass.debug.snapshot import Snapshot
-from fp8pass.demo import demo
+from fp8pass.compiler import order
 from fp8pass.graph.pass_base import DynamoContext, JointContext
-from fp8pass.lowering import order
+from fp8pass.inspect import cli, demo
+from fp8pass.inspect.bisector import Bisection, _smallest, all_finite
+from fp8pass.inspect.snapshot import Snapshot
 from fp8pass.options.overrides import Unit, current, units_of
 from fp8pass.recipes import DelayedScaling
 from fp8pass.states.slots import registry

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from fp8pass.base.errors import Fp8Error
+from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.dump import replay
 from fp8pass.dump.source import Origins, runnable
 from fp8pass.dump.writer import Dump, _run_folder
-from fp8pass.errors import Fp8Error
-from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
 from tests.helpers.dump import FP8, dumped, files
 from tests.helpers.dump import of_block as of_block

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from tests.compiled.test_train_step import Lion, assert_same
 from tests.helpers.train_step import RECIPE, batch, everything
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8pass.compiler import order
 from fp8pass.hardware import output_saturates
-from fp8pass.lowering import order
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers.harness import (
     BF16,
     E4M3,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8pass
-from fp8pass.cli import main
+from fp8pass.inspect.cli import main
 from fp8pass.report.report import Report, collect
 from tests.helpers.harness import compiled, expect_text
 from tests.helpers.models import Parts, make

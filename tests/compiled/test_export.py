@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass._torch import make_boxed_func
+from fp8pass.base._torch import make_boxed_func
+from fp8pass.compiler import eager
 from fp8pass.hardware import scales_rows
-from fp8pass.lowering import eager
 from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, RowwiseScaling, StaticScaling
-from fp8pass.runtime.weight_cache import weights_of
+from fp8pass.weights.weight_cache import weights_of
 from tests.helpers import oracle
 from tests.helpers.harness import compiled, without_caches
 

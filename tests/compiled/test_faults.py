@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass import faults
-from fp8pass._torch import InductorError, inductor_config
-from fp8pass.cli import main
+from fp8pass.base._torch import InductorError, inductor_config
+from fp8pass.base.node_meta import MADE_BY
+from fp8pass.compiler import faults, order
+from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.graph.attempt import NEEDED
-from fp8pass.lowering import order
-from fp8pass.lowering.kernel_passes import KernelPasses
-from fp8pass.node_meta import MADE_BY
+from fp8pass.inspect.cli import main
 from fp8pass.options.overrides import Trial, trying
+from fp8pass.passes.joint.scaled_mm import ScaledMM
+from fp8pass.passes.joint.use_transposes import UseTransposes
 from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.passes.kernels.materialize import Materialize
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
-from fp8pass.passes.share.use_transposes import UseTransposes
 from fp8pass.report.report import Report, collect
 from tests.helpers.faults import LOWERINGS, planted
 from tests.helpers.harness import compiled

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.frozen.weight import FrozenWeight
 from tests.helpers.harness import BF16, E4M3, annotated, compiled, sqnr
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import MATMULS
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers.generated import Program, programs
 from tests.helpers.generated_cases import EXAMPLES, check_compiled, check_results, common, tensors
 from tests.helpers.harness import aten, capture, check_legal_on_cuda, count, run

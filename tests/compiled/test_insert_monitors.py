@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.node_meta import Quantized
+from fp8pass.base.node_meta import Quantized
 from fp8pass.quant.monitor_ops import MonitorBuffer, WatchTable
 from tests.helpers.harness import compiled, verdicts
 from tests.helpers.insert_monitors import RECIPES, linear, trained

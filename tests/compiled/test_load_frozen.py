@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.frozen.weight import FrozenWeight
 from tests.helpers.harness import E4M3
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.options.config import Config
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from tests.helpers.harness import annotated, compiled, sqnr, train

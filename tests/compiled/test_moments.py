@@ -16,17 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fp8pass
-from fp8pass.errors import Fp8Error
-from fp8pass.quant.moments import (
-    Format,
-    Fp8Moment,
-    decode,
-    decode_blocks,
-    encode,
-    encode_blocks,
-    nbytes_saved,
-    pack,
-)
+from fp8pass.base.errors import Fp8Error
+from fp8pass.quant.moments import Format, Fp8Moment, decode, decode_blocks, encode, encode_blocks, nbytes_saved, pack
 from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32
 
 pytestmark = pytest.mark.shares_code

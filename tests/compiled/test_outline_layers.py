@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.lowering import lower
-from fp8pass.lowering.eager import lower_eager
-from fp8pass.passes.layers.find_layers import FindLayers
-from fp8pass.passes.layers.outline_layers import OutlineLayers
+from fp8pass.compiler import lower
+from fp8pass.compiler.eager import lower_eager
+from fp8pass.passes.dynamo.find_layers import FindLayers
+from fp8pass.passes.dynamo.outline_layers import OutlineLayers
 from fp8pass.report.html import page_data
 from fp8pass.report.report import Report, Timing, collect
 from tests.helpers.harness import compiled, train
@@ -302,7 +302,7 @@ def test_torch_fails_on_a_function() -> None:
         return failing(module, inputs, pipeline, later)
 
     with (
-        mock.patch("fp8pass.lowering.lower.lower_eager", fail),
+        mock.patch("fp8pass.compiler.lower.lower_eager", fail),
         pytest.warns(UserWarning, match=r"torch could not compile .* \(RuntimeError: planted\): .* in one piece"),
     ):
         found = list(train(model, compiled(model, on_fault="warn"), batches(2, 2, 16, 32)))

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.cli import main
-from fp8pass.dynamo.outside import OUTSIDE, missed
+from fp8pass.compiler.not_compiled import OUTSIDE, missed
 from fp8pass.graph.verdict import Gemm
+from fp8pass.inspect.cli import main
 from fp8pass.report.report import Report
 
 KINDS = ("output", "grad_input", "grad_weight")

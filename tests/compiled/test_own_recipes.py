@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass import recipes
-from fp8pass.lowering.cache_keys import known_to_caches
-from fp8pass.lowering.dynamo_passes import annotated as annotated_graph
+from fp8pass.compiler.cache_keys import known_to_caches
+from fp8pass.compiler.dynamo_passes import annotated as annotated_graph
 from fp8pass.options.config import make_config
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, register_recipe
 from tests.helpers import oracle

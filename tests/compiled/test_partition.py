@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.inductor import partition
-from fp8pass.passes.share.save_transposes import SaveTransposes
+from fp8pass.compiler import partition
+from fp8pass.passes.joint.save_transposes import SaveTransposes
 from tests.helpers.harness import BF16, E4M3, compiled, without_caches
 from tests.helpers.models import Block
 from tests.helpers.partition import Cut, is_fp8, layers, step

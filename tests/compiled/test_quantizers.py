@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.errors import warn_once
+from fp8pass.base.errors import warn_once
 from fp8pass.recipes import DelayedScaling, DynamicScaling, MXFP8Scaling, RowwiseScaling
 from tests.helpers import oracle
 from tests.helpers.harness import annotated, compiled, sqnr, verdicts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.recipes import DelayedScaling
 from tests.helpers import oracle
 from tests.helpers.harness import annotated, compiled, sqnr

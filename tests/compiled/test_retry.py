@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.dynamo import retry
+from fp8pass.compiler import retry
 
 
 class Layer(nn.Module):

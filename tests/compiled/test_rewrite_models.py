@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
-from fp8pass._torch import pytree, select_decomp_table
+from fp8pass.base._torch import pytree, select_decomp_table
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what the import warns of

@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass._torch import functorch_config
-from fp8pass.graph.verdict import Saved
+from fp8pass.base._torch import functorch_config
+from fp8pass.base.scaling import E4M3
+from fp8pass.graph.verdict import SavedTensor
 from fp8pass.options.overrides import Trial, trying
-from fp8pass.passes.annotate import save_fp8
+from fp8pass.passes.dynamo import save_fp8
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling
-from fp8pass.scaling import E4M3
 from tests.helpers.harness import annotated, compiled, sqnr, train, verdicts
 
 
@@ -46,7 +46,7 @@ def saved_by(y: Tensor, x: Tensor) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}.values())
 
 
-def report_of(function: Any, *inputs: Tensor, **options: Any) -> list[Saved]:
+def report_of(function: Any, *inputs: Tensor, **options: Any) -> list[SavedTensor]:
     with verdicts() as report:
         compiled(function, save_fp8=True, **options)(*inputs)
     assert not report.faults

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8pass import hardware
-from fp8pass.errors import warn_once
+from fp8pass.base.errors import warn_once
 from tests.helpers.harness import BF16, F16, F32, compiled
 
 AVX2, AVX512_BF16, AVX512_FP16 = (), (BF16,), (BF16, F16)

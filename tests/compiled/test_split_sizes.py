@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.hardware import TARGETS, as_published
-from fp8pass.passes.annotate.split_sizes import merge
+from fp8pass.passes.dynamo.split_sizes import merge
 from fp8pass.recipes import DelayedScaling, Schedule
 from fp8pass.roofline import ROWS, pays_from, predicted_seconds
 from tests.helpers.harness import annotated, compiled, sqnr, verdicts

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.errors import warn_once
+from fp8pass.base.errors import warn_once
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report.report import collect
 from fp8pass.states.slots import PARTS, registry

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass.quant import ops
 from fp8pass.recipes import StaticScaling
-from fp8pass.runtime.frozen_weights import FrozenWeightInput
+from fp8pass.weights.prequantized import PrequantizedInput
 from tests.helpers.harness import annotated, compiled, sqnr, verdicts
 from tests.helpers.models import Block, Parts, Transformer, make
 from tests.helpers.static import data, graph_of
@@ -52,7 +52,7 @@ def test_inf_saturates_and_nan_stays() -> None:
 def test_weights_come_in_fp8() -> None:
     model, (x,) = make(Block), data(1, 16, 32)
     a = graph_of(model, x, fp8pass.calibrate(model, [x]))
-    assert [f.position for f in a.inputs if isinstance(f, FrozenWeightInput)] == [2, 4]
+    assert [f.position for f in a.inputs if isinstance(f, PrequantizedInput)] == [2, 4]
     targets = [n.target for n in a.module.graph.nodes if n.op == "call_function"]
     assert targets.count(ops.frozen_operand) == targets.count(ops.qdq_operand) == 2
 
@@ -72,7 +72,7 @@ def test_weights_are_quantized_once_and_again_when_they_change(
         return quantize(*args)
 
     quantize = fp8pass.quantize
-    monkeypatch.setattr("fp8pass.scaling.quantize", counted)
+    monkeypatch.setattr("fp8pass.base.scaling.quantize", counted)
     run = compiled(model, recipe=StaticScaling(scales), lowering=lowering)
     with mode():
         run(xs[0])

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
-from fp8pass.states.steps import Region
+from fp8pass.states.steps import CheckpointCall
 from tests.helpers.harness import annotated, compiled, sqnr, verdicts
 from tests.helpers.models import AcrossABreak, Attention, Block, Parts, Transformer, make
 
@@ -537,7 +537,7 @@ class Calls(TorchDispatchMode):
 def test_a_region_is_recomputed(recipe: str | None, shape: tuple[int, ...], hows: Iterable[str]) -> None:
     """A region's matmuls are recomputed, as without a recipe; a policy that saves matmuls saves FP8 matmuls, too."""
 
-    class Region(nn.Module):
+    class CheckpointCall(nn.Module):
         def __init__(self, how: str) -> None:
             super().__init__()
             self.inner, self.how = LINEAR(), how
@@ -547,7 +547,7 @@ def test_a_region_is_recomputed(recipe: str | None, shape: tuple[int, ...], hows
             return y.sin()
 
     def matmuls_of_the_backward(how: str) -> int:
-        run = compiled(Region(how), recipe=recipe)
+        run = compiled(CheckpointCall(how), recipe=recipe)
         y = run(scaled(1.0).view(shape).requires_grad_()).sum()
         with Calls() as calls:
             y.backward()
@@ -822,7 +822,7 @@ def test_a_schedule_switches_between_forwards_under_way() -> None:
 
 def test_every_backward_of_a_region_repeats_its_forwards_from_the_first_on() -> None:
     """With retain_graph=True there may be several."""
-    region, x, found = Region(), torch.ones(1, requires_grad=True), []
+    region, x, found = CheckpointCall(), torch.ones(1, requires_grad=True), []
     for forward in ("first", "second"):
         region.remember("key", forward)
     y = x * 2

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.dynamo.module_calls import Caught
+from fp8pass.compiler.module_calls import Caught
 from fp8pass.recipes import Schedule
 from fp8pass.states import steps
 from tests.helpers.models import Block, Parts, make

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass import Config, Fp8Error, explain
-from fp8pass.errors import warn_once
-from fp8pass.names import MATMULS
+from fp8pass.base.errors import warn_once
+from fp8pass.base.names import MATMULS
 from fp8pass.passes.common import matmul_calls
 from fp8pass.recipes import Schedule, StaticScaling
 from tests.helpers.models import Decorated

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.runtime.fp8_weight import DelayedWeight
-from fp8pass.runtime.weight_bounds import bound_of, ratio_of_moments
+from fp8pass.weights.weight_bounds import bound_of, ratio_of_moments
+from fp8pass.weights.weight_copy import DelayedWeight
 from tests.helpers.train_step import RECIPE, batch, weights
 
 LR = 0.05

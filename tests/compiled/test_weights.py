@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from fp8pass.base.scaling import E4M3, quantize
 from fp8pass.recipes import KINDS, DelayedScaling
-from fp8pass.runtime import weight_cache
-from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight
-from fp8pass.scaling import E4M3, quantize
+from fp8pass.weights import weight_cache
+from fp8pass.weights.weight_copy import DelayedWeight, WeightCopy
 from tests.helpers.harness import BF16, F32
 from tests.helpers.models import Block, Parts, batches, make
 from tests.helpers.optimizers import Lion
@@ -31,7 +31,7 @@ STEPS = 4
 Compile = Callable[..., Any]
 
 
-def copies(model: nn.Module) -> list[Fp8Weight]:
+def copies(model: nn.Module) -> list[WeightCopy]:
     """Return the copies of a model's weights."""
     return weight_cache.weights_of(list(model.parameters()))
 

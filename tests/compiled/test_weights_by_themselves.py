@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass.quant import ops
 from fp8pass.recipes import DynamicScaling, Recipe, RowwiseScaling, StaticScaling
-from fp8pass.runtime.fp8_weight import Fp8Weight, WeightByItself
-from fp8pass.runtime.weight_cache import weights_of
+from fp8pass.weights.weight_cache import weights_of
+from fp8pass.weights.weight_copy import WeightByItself, WeightCopy
 from tests.helpers.harness import BF16, F32
 from tests.helpers.models import batches, make
 from tests.helpers.own_recipes import LessScaling
@@ -59,7 +59,7 @@ class Run:
     step: Any = None
 
     @property
-    def copies(self) -> list[Fp8Weight]:
+    def copies(self) -> list[WeightCopy]:
         """The FP8 copies of the model's weights."""
         return weights_of(list(self.model.parameters()))
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from fp8pass._torch import FixedTritonConfig, Virtualized, inductor_config
-from fp8pass.inductor.candidates import LOOP, Candidates, Tile, fitting, with_candidates
-from fp8pass.inductor.choices import _ELEMENTS_OF_A_ROW, _MORE_TILES, _TILES, _of_whole_rows, _tiles
+from fp8pass.base._torch import FixedTritonConfig, Virtualized, inductor_config
+from fp8pass.compiler.heuristics import _ELEMENTS_OF_A_ROW, _MORE_TILES, _TILES, _of_whole_rows, _tiles
+from fp8pass.passes.kernels.kernel_candidates import LOOP, CandidateTile, TileCandidates, fitting, with_candidates
 from tests.helpers.pretend_gpu import pretend
 
-TILES = (Tile(64, 64, 8), Tile(64, 32, 8), Tile(64, 32, 4, stages=2))
+TILES = (CandidateTile(64, 64, 8), CandidateTile(64, 32, 8), CandidateTile(64, 32, 4, stages=2))
 
 KERNEL = """\
 import triton
@@ -50,7 +50,7 @@ def _load(file: Path) -> Any:
 def file(tmp_path: Path) -> Path:
     """A file with a kernel that has three configurations."""
     file = tmp_path / "kernel.py"
-    file.write_text(with_candidates(KERNEL, Candidates(TILES)))
+    file.write_text(with_candidates(KERNEL, TileCandidates(TILES)))
     return file
 
 
@@ -88,17 +88,17 @@ def test_what_a_kernel_writes_in_place_is_copied_to_time_it(file: Path) -> None:
 
 def test_nothing_is_loaded_ahead_of_a_store_to_the_same_tensor() -> None:
     again = KERNEL.replace("tl.load(in_ptr0", "tl.load(in_out_ptr1")
-    code = with_candidates(again, Candidates(TILES))
+    code = with_candidates(again, TileCandidates(TILES))
     assert "'NUM_STAGES': 2" not in code and code.count("triton.Config(") == 3
 
 
 def test_the_text_must_be_inductors() -> None:
     with pytest.raises(ValueError, match="0 times in a kernel that Inductor wrote"):
-        with_candidates(KERNEL.replace("fixed_config", "other_config"), Candidates(TILES))
+        with_candidates(KERNEL.replace("fixed_config", "other_config"), TileCandidates(TILES))
 
 
 def test_a_program_that_holds_a_row_is_timed_with_several_numbers_of_warps() -> None:
-    config = Candidates([Tile(1, 4096, 4), Tile(1, 4096, 8)])
+    config = TileCandidates([CandidateTile(1, 4096, 4), CandidateTile(1, 4096, 8)])
     code = with_candidates(
         KERNEL.replace(LOOP, "if True:").replace("'XBLOCK': 64, 'R0_BLOCK': 64", "'XBLOCK': 1, 'R0_BLOCK': 4096"),
         config,
@@ -119,11 +119,11 @@ def test_warps_of_a_row(r: int, warps: list[int]) -> None:
     features = _Features("max")
     features.reduction_numel = r
     chosen = _of_whole_rows(features)
-    assert isinstance(chosen, Candidates) and [t.warps for t in chosen.tiles] == warps
+    assert isinstance(chosen, TileCandidates) and [t.warps for t in chosen.tiles] == warps
     with inductor_config.patch(deterministic=True):
-        assert isinstance(_of_whole_rows(features), Candidates)  # a maximum does not depend on the order
+        assert isinstance(_of_whole_rows(features), TileCandidates)  # a maximum does not depend on the order
         features.types = ("sum", "max")
-        assert not isinstance(_of_whole_rows(features), Candidates)
+        assert not isinstance(_of_whole_rows(features), TileCandidates)
 
 
 def test_tiles_are_not_larger_than_the_tensor() -> None:
@@ -163,13 +163,13 @@ def test_deterministic_sums_have_one_configuration(along: str, by: str) -> None:
             fixed, amax = tiles("max", "sum"), tiles("max")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not isinstance(fixed, Candidates) and fixed.config == _TILES[along][0].fixed
-    assert isinstance(amax, Candidates) and amax.tiles == _TILES[along]
+    assert not isinstance(fixed, TileCandidates) and fixed.config == _TILES[along][0].fixed
+    assert isinstance(amax, TileCandidates) and amax.tiles == _TILES[along]
     several = tiles("max", "sum")
-    assert isinstance(several, Candidates) and several.tiles == _TILES[along]
+    assert isinstance(several, TileCandidates) and several.tiles == _TILES[along]
     with inductor_config.patch(max_autotune=True):
         more = tiles("sum")
-    assert isinstance(more, Candidates) and more.tiles == _TILES[along] + _MORE_TILES[along]
+    assert isinstance(more, TileCandidates) and more.tiles == _TILES[along] + _MORE_TILES[along]
 
 
 ARCHITECTURES = [90, *(pytest.param(n, marks=pytest.mark.variant) for n in (89, 100, 120))]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import InductorChoices, TritonOverrides, Virtualized, inductor_config
-from fp8pass.inductor.choices import MAX_PARTIALS, Fp8InductorChoices, choices
-from fp8pass.node_meta import MADE_BY, ONE_STAGE, TILED
+from fp8pass.base._torch import InductorChoices, TritonOverrides, Virtualized, inductor_config
+from fp8pass.base.node_meta import MADE_BY, ONE_STAGE, TILED
+from fp8pass.compiler.heuristics import MAX_PARTIALS, Fp8InductorChoices, choices
 from tests.helpers.harness import capture, compiled
 from tests.helpers.pretend_gpu import pretend
 

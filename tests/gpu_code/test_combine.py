@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8pass._torch import ForeachKernelSchedulerNode, inductor_config, triton_combo_kernel
-from fp8pass.inductor.combo_kernels import MAX_KERNELS_PER_LAUNCH, combining, groups
+from fp8pass.base._torch import ForeachKernelSchedulerNode, inductor_config, triton_combo_kernel
+from fp8pass.passes.kernels.combo_kernels import MAX_KERNELS_PER_LAUNCH, combining, groups
 
 
 @dataclass

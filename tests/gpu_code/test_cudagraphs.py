@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.graph.inputs import Call, SlotInput
 from fp8pass.passes.common.state_inputs import INPUTS
-from fp8pass.runtime.update_graph import UpdateGraph
-from fp8pass.runtime.update_inputs import UpdateCall
 from fp8pass.states.slots import registry
+from fp8pass.weights.update_graph import UpdateGraph
+from fp8pass.weights.update_inputs import UpdateCall
 from tests.helpers.harness import BF16, compiled
 from tests.helpers.models import Block, batches, make
 from tests.helpers.pretend_gpu import pretend

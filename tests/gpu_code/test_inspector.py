@@ -12,16 +12,17 @@ import pytest
 import sympy
 import torch
 
-from fp8pass import cli, hardware
-from fp8pass.cli import main
-from fp8pass.errors import Fp8Error
+from fp8pass import hardware
+from fp8pass.base.errors import Fp8Error
 from fp8pass.gpu.machine_file import to_json
 from fp8pass.hardware import TARGETS, Target
-from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
+from fp8pass.inspect import cli
+from fp8pass.inspect.cli import main
 from fp8pass.inspect.fake_cuda import FakeCuda, _choices, properties, resources, widths
-from fp8pass.inspect.inspector import Compiled, Inspection, Kernel, Run, inspect
+from fp8pass.inspect.inspector import Compiled, InspectedRun, Inspection, Kernel, inspect
 from fp8pass.inspect.kernel_time import kernel_seconds
 from fp8pass.inspect.process import _built, _factory, _Work
+from fp8pass.passes.kernels.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests.helpers import inspected
 from tests.helpers.pretend_gpu import inspect_there, inspects_there, pretend
@@ -62,7 +63,7 @@ def test_explain_prints_the_memory_of_a_step(
     assert "the memory is not known: there is no recipe" in capsys.readouterr().err
 
 
-def matmuls(run: Run) -> list[tuple[str, str, int, int]]:
+def matmuls(run: InspectedRun) -> list[tuple[str, str, int, int]]:
     return [(k.graph, k.what, k.bytes_read, k.bytes_written) for k in run.of("gemm")]
 
 
@@ -88,7 +89,7 @@ def test_the_matmuls_of_fp8(linear: Inspection) -> None:
     ]
 
 
-def quantizing(run: Run) -> list[Kernel]:
+def quantizing(run: InspectedRun) -> list[Kernel]:
     return [k for k in run.kernels if k.what.startswith("quantize e4m3") and k.graph == "forward"]
 
 
@@ -323,7 +324,7 @@ def test_nothing_is_faked_in_this_process(linear: Inspection) -> None:
 def test_rows_are_values() -> None:
     row = Kernel("forward", "triton", "k", "what", "m", 3, 4, 5, 1e-6)
     assert row.bytes_moved == 7
-    run = Run("r", (row, row), 0)
+    run = InspectedRun("r", (row, row), 0)
     assert (run.rest_bytes, run.gemm_bytes, run.launches, run.extern_launches) == (14, 0, 2, 0)
 
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass import cli
-from fp8pass.debug import plots
-from fp8pass.debug.statistics import SlotStats, Stats
-from fp8pass.demo import demo
+from fp8pass.inspect import cli, demo, plots
+from fp8pass.inspect.statistics import SlotStats, Stats
 from tests.helpers.models import Block, batches, make
 
 LAYERS = 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from traffic import around_matmuls
 
-from fp8pass.inspect.inspector import Run
+from fp8pass.inspect.inspector import InspectedRun
 from tests.helpers import ROOT
 from tests.helpers.pretend_gpu import inspect_there
 
@@ -55,20 +55,20 @@ VARIANT = pytest.mark.variant
 STEPS = ["llama_mlp", pytest.param("llama_block", marks=VARIANT)]
 
 
-def inspected(block: str, **options: Any) -> Run:
+def inspected(block: str, **options: Any) -> InspectedRun:
     """Return the run of a block as fp8pass trains it with delayed scaling."""
     (run,) = inspect_there(f"bench.blocks:{block}", run="fp8pass delayed", **options).runs
     return run
 
 
 @functools.cache
-def step(block: str) -> Run:
+def step(block: str) -> InspectedRun:
     """Return the run of a block with its update."""
     return inspected(block, optimizer="AdamW")
 
 
 @functools.cache
-def forward_and_backward(block: str) -> Run:
+def forward_and_backward(block: str) -> InspectedRun:
     """Return the run of a block without an update; llama_mlp's run has machine code."""
     return inspected(block, ptx=block == "llama_mlp")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.compiler.dynamo_passes import annotated as annotate
 from fp8pass.graph.annotation import Annotation
-from fp8pass.lowering.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
 
 

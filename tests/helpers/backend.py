@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.lowering.joint_passes import JointPasses
+from fp8pass.compiler.joint_passes import JointPasses
 from tests.helpers.harness import check_legal_on_cuda, sqnr
 
 

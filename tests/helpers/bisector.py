@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.debug.bisector import Bisection
+from fp8pass.inspect.bisector import Bisection
 from tests.helpers.harness import compiled
 from tests.helpers.models import make
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
-from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
+from fp8pass.passes.joint.quantize_collectives import QuantizeCollectives
 from tests.helpers.fake_ranks import GROUPS, RANKS, WORLD
 from tests.helpers.harness import BF16, capture, run, text
 

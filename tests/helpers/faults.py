@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.inductor import choices, combo_kernels
+from fp8pass.compiler import heuristics
+from fp8pass.passes.kernels import combo_kernels
 from fp8pass.quant import kernel_ops
 
 
@@ -17,7 +18,7 @@ def planted(*_: Any, **__: Any) -> Any:
 
 
 LOWERINGS: dict[str, Any] = {
-    "choices": (choices, "_waits_for_amax"),
+    "choices": (heuristics, "_waits_for_amax"),
     "combine": (combo_kernels, "groups"),
     "fold_quantizes": (kernel_ops, "fp8_max"),
 }

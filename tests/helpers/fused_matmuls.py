@@ -18,16 +18,16 @@ from torch import Tensor, fx
 from torch._inductor import config
 from triton.runtime import interpreter
 
-from fp8pass.fused.compiled import compiled
-from fp8pass.fused.plan import Plan, Tile
-from fp8pass.fused.source import kernel_of
+from fp8pass.base.scaling import amax, quantize
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda, resources, run_tool
 from fp8pass.passes.common.gpu import Gpu
 from fp8pass.passes.kernels import fused_matmul
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fused_matmul import Match, match, plan_of, tiled, with_code
-from fp8pass.scaling import amax, quantize
+from fp8pass.passes.kernels.fused_plan import Plan, Tile
+from fp8pass.passes.kernels.matmul_source import kernel_of
+from fp8pass.passes.kernels.trial_compile import compiled
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, capture, on_kernels
 from tests.helpers.triton_on_cpu import compare, convert_float, hyperbolic_tangent

@@ -20,21 +20,21 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
-from fp8pass.dynamo.first_step import judged
+from fp8pass.base._torch import select_decomp_table
+from fp8pass.base.names import Names
+from fp8pass.compiler.first_step import judged
 from fp8pass.graph.annotation import Annotation, copy_to_edit
 from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import Context, DynamoContext, JointContext, KernelsContext, Pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
-from fp8pass.names import Names
 from fp8pass.options.config import Config, make_config
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.report.report import Report, collect
-from fp8pass.runtime.update_key import UpdateKey
+from fp8pass.weights.update_key import UpdateKey
 
 T = TypeVar("T", bound=Context)
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8pass.compiler.dynamo_passes import annotated as annotate
 from fp8pass.graph.annotation import Annotation
-from fp8pass.lowering.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
 
 

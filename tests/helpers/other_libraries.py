@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8pass._torch import COMPOSITE
+from fp8pass.base._torch import COMPOSITE
 from fp8pass.inspect.fake_cuda import FakeCuda
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fp8pass._torch import CustomPartitionerFn, min_cut_partition
-from fp8pass.inductor.partition import Partition
-from fp8pass.node_meta import SAVED
+from fp8pass.base._torch import CustomPartitionerFn, min_cut_partition
+from fp8pass.base.node_meta import SAVED
+from fp8pass.base.scaling import FP8_DTYPES
+from fp8pass.compiler.partition import Partition
 from fp8pass.passes.kernels import emulate_matmuls
-from fp8pass.scaling import FP8_DTYPES
 from tests.helpers.harness import BF16, compiled, without_caches
 
 

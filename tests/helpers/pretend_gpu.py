@@ -25,7 +25,7 @@ from torch._inductor import utils as inductor_utils
 from torch._inductor.graph import GraphLowering
 
 import fp8pass
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect import inspector
 from fp8pass.inspect import process as inspect_process
@@ -238,7 +238,7 @@ def epilogue(gpu: FakeCuda, function: Callable[..., Any], *inputs: Any) -> dict[
 
 def plain(gpu: FakeCuda) -> dict[str, list[str]]:
     """Return the code of functions without FP8, by backend (inductor, fp8pass), and as "both" that of one with FP8."""
-    from fp8pass.scaling import amax, quantize
+    from fp8pass.base.scaling import amax, quantize
 
     def both(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x_q = quantize(x, s, torch.float8_e4m3fn)
@@ -315,7 +315,7 @@ def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
 
 def normed(gpu: FakeCuda) -> list[str]:
     """Return the code of a norm with a residual that is quantized in both orientations."""
-    from fp8pass.scaling import amax, quantize
+    from fp8pass.base.scaling import amax, quantize
 
     def both(x: torch.Tensor, residual: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = torch.nn.functional.rms_norm(x + residual, x.shape[-1:])

@@ -17,18 +17,18 @@ from torch._inductor import config
 from triton.runtime import interpreter
 
 from fp8pass import hardware
-from fp8pass._torch import pointer_type
-from fp8pass.fused.tiles_source import Choice, TilesPlan, kernel_of
+from fp8pass.base._torch import pointer_type
+from fp8pass.base.scaling import quantize
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda
-from fp8pass.passes.common import tiles
+from fp8pass.passes.common import transposed_copies
 from fp8pass.passes.common.kernel_outputs import Made
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_groups import Match, amaxes_before, match, plan_of, why_not
+from fp8pass.passes.kernels.tiles_source import Choice, TilesPlan, kernel_of
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import Blockwise
 from fp8pass.recipes import BlockwiseScaling
-from fp8pass.scaling import quantize
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.fused_matmuls import _spilled, both, compared_output, filled, spoil, values_of
 from tests.helpers.harness import BF16, E5M2, capture, on_kernels
@@ -286,7 +286,7 @@ def compiled(name: str, capability: int) -> list[dict[str, Any]]:
 def answer(gpu: FakeCuda, what: str, *arguments: str) -> Any:
     with (
         mock.patch.object(hardware, "pretended_device", torch.device("cuda")),
-        mock.patch.object(tiles, "is_launched", return_value=True),
+        mock.patch.object(transposed_copies, "is_launched", return_value=True),
     ):
         return {"interpret": interpret, "compiled": compile_case}[what](gpu, *arguments)
 

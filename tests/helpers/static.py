@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass.lowering.dynamo_passes import annotated as annotate
+from fp8pass.compiler.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
 from fp8pass.recipes import StaticScaling
 

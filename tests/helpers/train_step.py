@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runtime.fp8_weight import Fp8Weight
-from fp8pass.runtime.weight_cache import weights_of
+from fp8pass.weights.weight_cache import weights_of
+from fp8pass.weights.weight_copy import WeightCopy
 
 RECIPE = DelayedScaling(amax_history_len=4)
 """The history is short, so that scales of weights go up and down."""
@@ -30,7 +30,7 @@ def decorate(function: Callable[..., Any], **config: Any) -> Any:
     return fp8pass.train_step(function, **{"recipe": RECIPE, "lowering": "eager", **config})
 
 
-def weights(*models: nn.Module) -> list[Fp8Weight]:
+def weights(*models: nn.Module) -> list[WeightCopy]:
     return weights_of([p for model in models for p in model.parameters()])
 
 

@@ -34,12 +34,12 @@ from torch.utils._ordered_set import OrderedSet
 from triton.runtime import interpreter
 
 import fp8pass
-from fp8pass.fused import source
+from fp8pass.compiler import heuristics
 from fp8pass.hardware import TARGETS
-from fp8pass.inductor import choices
-from fp8pass.inductor.candidates import fitting
 from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.kernels import fused_matmul
+from fp8pass.passes.kernels import matmul_source as source
+from fp8pass.passes.kernels.kernel_candidates import fitting
 from fp8pass.quant.kernel_ops import WRITE
 from fp8pass.states.slots import registry
 from tests.helpers.asked import answer_all
@@ -414,7 +414,7 @@ def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: 
     fits = (lambda tiles, *_: list(tiles)) if "candidate" in how else fitting
     with (
         config.patch(emulate_precision_casts="emulate" in how),
-        mock.patch.object(choices, "fitting", fits),
+        mock.patch.object(heuristics, "fitting", fits),
         mock.patch.object(Kernel, "chosen", chosen),
     ):
         epilogues = "always" if "always" in how else "auto"

@@ -8,8 +8,8 @@ from torch import Tensor, fx
 
 from fp8pass.graph.verdict import Gemm
 from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers.harness import capture, run
 from tests.helpers.xla_rules import Case
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS
+from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS
 from tests.helpers.dump import dumped, files
 from tests.helpers.dump import of_block as of_block
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass._torch import inductor_lowering
+from fp8pass.base._torch import inductor_lowering
 
 
 @pytest.mark.parametrize("kernels", [False, True])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp8pass
-from fp8pass import faults
+from fp8pass.compiler import faults
 from fp8pass.options.config import Config
 from tests.helpers.faults import LOWERINGS, planted
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fp8pass._torch import inductor_compile_fx
-from fp8pass.inspect.inspector import Held, Run
+from fp8pass.base._torch import inductor_compile_fx
+from fp8pass.inspect.inspector import Held, InspectedRun
+from fp8pass.inspect.kernel_table import memory_table
 from fp8pass.inspect.memory import Memory
-from fp8pass.inspect.table import memory_table
 from tests.helpers.harness import without_caches
 
 
@@ -102,7 +102,9 @@ def test_tensors_of_one_kind_are_one_row() -> None:
     def held(n: int, dtype: str = "bf16") -> Held:
         return Held("forward", "mlp", dtype, (n,), n)
 
-    run = Run("fp8pass", (), 0, (), 2007, (held(900), held(500), held(500), held(100, "e4m3"), held(4), held(3)))
+    run = InspectedRun(
+        "fp8pass", (), 0, (), 2007, (held(900), held(500), held(500), held(100, "e4m3"), held(4), held(3))
+    )
     _, rows = memory_table(run)
     assert [(dtype, shape, count) for _, dtype, shape, _, count, _ in rows] == [
         ("bf16", "[500]", "2"),

@@ -14,8 +14,8 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._inductor.graph import GraphLowering
 
 import fp8pass
-from fp8pass.lowering import lower
-from fp8pass.lowering.through_inductor import lower_through_inductor
+from fp8pass.compiler import lower
+from fp8pass.compiler.through_inductor import lower_through_inductor
 from fp8pass.report.report import collect
 from tests.helpers import ROOT, forked
 from tests.helpers.harness import train

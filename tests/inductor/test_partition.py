@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp8pass._torch import inductor_config
+from fp8pass.base._torch import inductor_config
 from tests.helpers.harness import BF16, compiled
 from tests.helpers.partition import Cut, Own, is_fp8
 from tests.helpers.partition import cuts as cuts

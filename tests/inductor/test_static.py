@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.recipes import StaticScaling
-from fp8pass.runtime.frozen_weights import FrozenWeightInput
+from fp8pass.weights.prequantized import PrequantizedInput
 from tests.helpers import oracle
 from tests.helpers.harness import compiled, sqnr
 from tests.helpers.static import data, graph_of
@@ -45,7 +45,7 @@ def test_a_weight_that_is_summed_over_its_first_dimension() -> None:
     model, (x,) = Product(), data(1, 16, 32)
     scales = fp8pass.calibrate(model, [x])
     a = graph_of(model, x, scales)
-    assert [f.by_columns for f in a.inputs if isinstance(f, FrozenWeightInput)] == [True]
+    assert [f.by_columns for f in a.inputs if isinstance(f, PrequantizedInput)] == [True]
     for lowering in LOWERINGS:
         with torch.no_grad():
             assert sqnr(model(x), compiled(model, recipe=StaticScaling(scales), lowering=lowering)(x)) > 27

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fp8pass import scaling
-from fp8pass.inductor import timed
-from fp8pass.lowering.kernel_passes import KernelPasses
+from fp8pass.base import scaling
+from fp8pass.compiler import time_on_gpu
+from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fused_matmul import _alone, match
@@ -47,7 +47,7 @@ class Alone(CustomGraphPass):
         module = _alone(m)
         inputs = module.graph.find_nodes(op="placeholder")
         passes = KernelPasses(Config(recipe=None, epilogues="off"))
-        self.made.append((timed.compiled(module, passes), inputs, [o.kind for o in m.made]))
+        self.made.append((time_on_gpu.compiled(module, passes), inputs, [o.kind for o in m.made]))
 
 
 def test_a_part_is_compiled_while_the_whole_is() -> None:
@@ -71,11 +71,11 @@ def test_a_part_is_compiled_while_the_whole_is() -> None:
 )
 def test_alternatives_are_timed_where_inductor_times_its_own(setting: dict[str, bool], times: bool) -> None:
     with config.patch(max_autotune=False, max_autotune_gemm=False), config.patch(setting):
-        assert timed.autotunes() == times
+        assert time_on_gpu.autotunes() == times
 
 
 def test_inputs_are_like_those_of_the_graph() -> None:
     like = torch.empty(16, 32, dtype=E4M3).t()
-    made = timed._random_like(like)
+    made = time_on_gpu._random_like(like)
     assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
     assert made.float().std() > 0.5

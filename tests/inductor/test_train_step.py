@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from fp8pass.runtime.fp8_weight import DelayedWeight
-from fp8pass.scaling import E4M3, quantize
+from fp8pass.base.scaling import E4M3, quantize
+from fp8pass.weights.weight_copy import DelayedWeight
 from tests.helpers.harness import sqnr
 from tests.helpers.train_step import changed_again, decorate, tensors, weights
 

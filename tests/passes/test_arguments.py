@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass import ScaleState, in_qdq, out_qdq, qdq
-from fp8pass.scaling import E4M3
+from fp8pass.base.scaling import E4M3
 
 X = torch.randn(4, 16)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fp8pass
-from fp8pass.fields import RULE
+from fp8pass.base.fields import RULE
 from fp8pass.options.config import Config, Reduction, make_config
 from fp8pass.recipes import (
     ByModule,

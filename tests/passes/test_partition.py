@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8pass.inductor.partition import Partition
+from fp8pass.compiler.partition import Partition
 from tests.helpers.partition import Cut, Own
 from tests.helpers.partition import delayed as delayed
 

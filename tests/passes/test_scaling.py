@@ -1,4 +1,4 @@
-"""The numbers of `fp8pass/scaling.py` against the float64 oracle."""
+"""The numbers of `fp8pass/base/scaling.py` against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.recipes import DelayedScaling, next_scale_of, scale_of
 from tests.helpers import oracle
 from tests.helpers.own_recipes import SLOTS

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from fp8pass.hardware import output_saturates
 from fp8pass.passes.common.patterns import is_wide_cast
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers import ROOT, xla_rules
 from tests.helpers.harness import aten, capture, check_legal_on_cuda, compiled, count, run, sqnr, text
 from tests.helpers.xla_rules import CASES, E4M3, RULES, Case

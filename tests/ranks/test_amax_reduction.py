@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from fp8pass.compiler.faults import fall_back
 from fp8pass.dump.writer import Dump
-from fp8pass.faults import fall_back
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options.config import make_config
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import collectives, on_ranks

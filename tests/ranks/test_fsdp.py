@@ -18,8 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import fp8pass
+from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.fsdp import Fp8Shard, GatheredWeight, enable_fp8_all_gather
-from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.quant.ops import any_nonfinite
 from fp8pass.recipes import DelayedScaling
 from tests.helpers.harness import verdicts

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass._torch import pipeline_call
+from fp8pass.base._torch import pipeline_call
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report.report import collect
 from fp8pass.states.amax_reduction import Reducer

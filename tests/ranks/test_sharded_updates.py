@@ -30,7 +30,7 @@ import fp8pass
 from fp8pass.fsdp import enable_fp8_all_gather
 from fp8pass.quant.moments import Fp8Moment, Moments, moment_of
 from fp8pass.quant.sharded import part_of
-from fp8pass.runtime.rounding import KEY
+from fp8pass.weights.update_count import KEY
 from tests.helpers.harness import BF16, F32
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import COMPILES_FSDP_IN_A_STEP, collectives, on_ranks

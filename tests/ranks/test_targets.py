@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8pass._torch import store_of
+from fp8pass.base._torch import store_of
 from fp8pass.gpu import here
 from fp8pass.options.config import Config
 from fp8pass.options.machine import on_machine

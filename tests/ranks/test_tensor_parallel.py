@@ -28,10 +28,10 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.lowering.kernel_passes import KernelPasses
+from fp8pass.base.scaling import E4M3
+from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.quant.ops import Delayed, Dynamic
 from fp8pass.recipes import DelayedScaling, DynamicScaling
-from fp8pass.scaling import E4M3
 from tests.helpers.harness import verdicts
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import on_ranks

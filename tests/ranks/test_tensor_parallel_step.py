@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 import fp8pass
 from fp8pass.quant.sharded import recorded_over
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runtime.weight_cache import weights_of
+from fp8pass.weights.weight_cache import weights_of
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import on_ranks
 

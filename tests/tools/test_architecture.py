@@ -22,7 +22,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8pass
-from fp8pass.runtime.compiled_graph import CompiledGraph
+from fp8pass.compiler.compiled_graph import CompiledGraph
 from tests.helpers.harness import compiled, without_caches
 
 PAGE = rooms.ROOT / "docs" / "architecture.md"
@@ -196,7 +196,7 @@ def test_the_walks_are_what_a_training_calls(lowering: str) -> None:
     """The walks name functions in the order of first calls, part by part."""
     walks = [walk(name) for name in WALKS]
     wanted = {(n.file, n.function) for of in walks for steps in of.values() for step in steps for n in step}
-    calls = ("fp8pass/runtime/compiled_graph.py", "CompiledGraph.__call__")
+    calls = ("fp8pass/compiler/compiled_graph.py", "CompiledGraph.__call__")
     recorder = Recorder(wanted | {calls})
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # type: ignore[no-untyped-call]
     try:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8pass.compiler.cache_keys import known_to_caches
+from fp8pass.compiler.dynamo_passes import annotated
+from fp8pass.compiler.joint_passes import JointPasses
+from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.graph.annotation import MatmulChoice
-from fp8pass.lowering.cache_keys import known_to_caches
-from fp8pass.lowering.dynamo_passes import annotated
-from fp8pass.lowering.joint_passes import JointPasses
-from fp8pass.lowering.kernel_passes import KernelPasses
 from fp8pass.options.config import make_config
 from fp8pass.recipes import DelayedScaling
 from tests.helpers import ROOT, forked
@@ -78,7 +78,7 @@ def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path)
         for source, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):
             ignored = shutil.ignore_patterns("__pycache__", "passes")
             shutil.copytree(ROOT / source, target / package, ignore=ignored)
-    with (changed / "fp8pass" / "passes" / "rewrite" / "layout.py").open("a") as file:
+    with (changed / "fp8pass" / "passes" / "rewrite" / "operand_layout.py").open("a") as file:
         file.write("# changed\n")
 
     delayed = ["delayed"]

@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass._torch import inductor_config
-from fp8pass.cli import main
-from fp8pass.demo import demo
-from fp8pass.demo import output as demo_output
+from fp8pass.base._torch import inductor_config
 from fp8pass.graph.verdict import Gemm
+from fp8pass.inspect import demo
+from fp8pass.inspect import demo_output as demo_output
+from fp8pass.inspect.cli import main
 from fp8pass.report.report import Report
 from tests.helpers import torchrun
 
@@ -84,9 +84,9 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
         assert float(two) == pytest.approx(float(one), abs=5e-3)
 
 
-def new_run(name: str, *_: Any, validation: float = float("nan"), **__: Any) -> demo.Run:
+def new_run(name: str, *_: Any, validation: float = float("nan"), **__: Any) -> demo.DemoRun:
     model = torch.nn.Linear(1, 1)
-    return demo.Run(name, model, model, torch.optim.SGD(model.parameters()), validation=validation)
+    return demo.DemoRun(name, model, model, torch.optim.SGD(model.parameters()), validation=validation)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_model_computes_in_the_precision_that_was_chosen(dtype: torch.dtype)
 def stop_in(step: int, patch: pytest.MonkeyPatch) -> None:
     """Make models train without computing, until somebody types Ctrl-C in the FP8 model's step."""
 
-    def taken(run: demo.Run, *_: Any) -> None:
+    def taken(run: demo.DemoRun, *_: Any) -> None:
         if run.name == "FP8" and len(run.losses) == step:
             raise KeyboardInterrupt
         run.losses.append(3.0)
@@ -157,7 +157,7 @@ def stop_in(step: int, patch: pytest.MonkeyPatch) -> None:
     small(patch, has_bf16=False)
     patch.setattr(demo, "explain", lambda *_: Report([REWRITTEN]))
     patch.setattr(demo, "new_run", new_run)
-    patch.setattr(demo.Run, "step", taken)
+    patch.setattr(demo.DemoRun, "step", taken)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4])

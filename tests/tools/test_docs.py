@@ -21,7 +21,7 @@ import sections
 from diagram import stages, svg
 
 import fp8pass
-from fp8pass.lowering import order
+from fp8pass.compiler import order
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"
@@ -73,7 +73,7 @@ def test_parts_that_are_out_of_date_fail_the_check(tmp_path: Path, monkeypatch: 
 def test_the_pass_of_the_page_passes_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's test imports the page's pass from where the pass would be."""
     code, tests = re.findall(r"```python\n(.*?)```", page("add-a-pass.md"), re.DOTALL)
-    module = types.ModuleType("fp8pass.passes.rewrite.requantize")
+    module = types.ModuleType("fp8pass.passes.joint.requantize")
     exec(code, vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names: dict[str, Any] = {}
@@ -200,8 +200,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     loaded = {url for file in tmp_path.glob("*.html") for url in re.findall(r'src="(https?:[^"]*)', file.read_text())}
     assert loaded == set(), "a page loads something over the network"
     assert 'href="train-step.html"' in (tmp_path / "index.html").read_text()
-    assert 'href="passes/rewrite/scaled_mm.py"' in (tmp_path / "passes.html").read_text()
-    assert (tmp_path / "passes/rewrite/scaled_mm.py").read_text() == (ROOT / "passes/rewrite/scaled_mm.py").read_text()
+    assert 'href="passes/joint/scaled_mm.py"' in (tmp_path / "passes.html").read_text()
+    assert (tmp_path / "passes/joint/scaled_mm.py").read_text() == (ROOT / "passes/joint/scaled_mm.py").read_text()
 
 
 def test_every_statement_of_the_guides_is_shown() -> None:

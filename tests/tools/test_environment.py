@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fp8pass
-from fp8pass._torch import inductor_config
-from fp8pass.cli import main
+from fp8pass.base._torch import inductor_config
+from fp8pass.base.versions import TESTED
 from fp8pass.hardware import TARGETS, sizes
-from fp8pass.versions import TESTED
+from fp8pass.inspect.cli import main
 from tests.helpers.gpus import LABELS, there
 
 NATIVE = {"delayed", "dynamic", "rowwise", "rowwise_gw_hp"}

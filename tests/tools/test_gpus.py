@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import fp8pass
-from fp8pass.cli import main
-from fp8pass.errors import Fp8Error
+from fp8pass.base.errors import Fp8Error
 from fp8pass.gpu import here, kept, kernels, speeds, trial, tried
 from fp8pass.gpu.machine_file import load_machine, to_json
 from fp8pass.gpu.speeds import STEP, Speeds, expected, with_speeds
 from fp8pass.gpu.target import TARGETS, Target, nearest, published, sizes
 from fp8pass.gpu.tried import Tried
+from fp8pass.inspect.cli import main
 from fp8pass.options import machine
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.machine import gpu_of, on_machine

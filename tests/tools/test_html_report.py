@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.report.html import page, page_data, script_safe
-from fp8pass.report.report import Break, KernelCode, Op, Picture, Recompile, Report
+from fp8pass.report.report import Break, DrawnOp, KernelCode, Picture, Recompile, Report
 from tests.helpers.harness import compiled
 from tests.helpers.models import Attention, Block, Transformer, batches, make
 
@@ -149,7 +149,7 @@ def test_kernels() -> None:
 
 def many(layers: int = 200) -> Report:
     """Return a report as of a large model: thousands of rows, and a graph with a few nodes for each."""
-    gemms, ops = [], [Op("primals_1", "primals_1", "input", "", "", "bf16[64, 64]", "", [])]
+    gemms, ops = [], [DrawnOp("primals_1", "primals_1", "input", "", "", "bf16[64, 64]", "", [])]
     for layer in range(layers):
         for name in ("q", "k", "v", "o", "up", "gate", "down"):
             for kind in ("output", "grad_input", "grad_weight"):
@@ -161,9 +161,11 @@ def many(layers: int = 200) -> Report:
                 gemms.append(gemm)
             at, module = len(ops), f"layers.{layer}.{name}"
             ops += [
-                Op(f"amax_{at}", "amax", "amax", module, "model.py:7", "f32[]", "", [at - 1]),
-                Op(f"quantize_{at}", "quantize", "quantize", module, "model.py:7", "e4m3[64, 64]", "", [at - 1, at]),
-                Op(
+                DrawnOp(f"amax_{at}", "amax", "amax", module, "model.py:7", "f32[]", "", [at - 1]),
+                DrawnOp(
+                    f"quantize_{at}", "quantize", "quantize", module, "model.py:7", "e4m3[64, 64]", "", [at - 1, at]
+                ),
+                DrawnOp(
                     f"mm_{at}",
                     "_scaled_mm",
                     "gemm",

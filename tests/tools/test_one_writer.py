@@ -10,7 +10,7 @@ import rooms
 STATES = rooms.ROOT / "fp8pass" / "states"
 CLASSES = {"InstanceState": "slots.py", "StepTracker": "step_tracker.py", "ReductionState": "reduction_state.py"}
 FILLED_ELSEWHERE = {
-    "derived": {"slots.py", "frozen_weights.py", "weight_cache.py"},
+    "derived": {"slots.py", "prequantized.py", "weight_cache.py"},
     "counted": {"monitor_inputs.py", "snapshot.py"},
 }
 """Fields of `InstanceState` that inputs of graphs fill: the class only makes them, and empties them."""

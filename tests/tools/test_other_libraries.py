@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fp8pass.compiler.order import JOINT
 from fp8pass.graph.builder import Builder
 from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.verify import verify
-from fp8pass.lowering.order import JOINT
 from tests.helpers.harness import aten, capture, compiled
 
 
@@ -85,7 +85,7 @@ def test_the_pipeline_refuses_such_a_pass() -> None:
 
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 16))
     with (
-        mock.patch("fp8pass.lowering.order.JOINT", (*JOINT, Turns())),
+        mock.patch("fp8pass.compiler.order.JOINT", (*JOINT, Turns())),
         pytest.raises(Exception, match=r"in its pass turns: turns gave convolution.* another layout of `input`"),
     ):
         compiled(model)(torch.randn(2, 8, 4, 4))

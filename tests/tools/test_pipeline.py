@@ -12,17 +12,17 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
-from fp8pass.errors import Fp8Error
+from fp8pass.base._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
+from fp8pass.base.errors import Fp8Error
+from fp8pass.base.node_meta import MADE_BY
+from fp8pass.base.scaling import quantize
+from fp8pass.compiler.joint_passes import JointPasses
+from fp8pass.compiler.kernel_passes import KernelPasses
+from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.compiler.through_inductor import _Both, append_pass
 from fp8pass.graph.builder import Builder, Computed, compute_val
 from fp8pass.graph.verify import verify
-from fp8pass.lowering.joint_passes import JointPasses
-from fp8pass.lowering.kernel_passes import KernelPasses
-from fp8pass.lowering.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
-from fp8pass.lowering.through_inductor import _Both, append_pass
-from fp8pass.node_meta import MADE_BY
 from fp8pass.options.config import Config
-from fp8pass.scaling import quantize
 from tests.helpers import ROOT
 from tests.helpers.harness import aten, capture, compiled, verdicts
 from tests.helpers.models import make
@@ -37,31 +37,53 @@ def pipeline(**options: Any) -> JointPasses:
 
 
 PARTS = {
-    "annotate": {
-        "check",
+    "dynamo": {
+        "check_matmul",
+        "equal_structure",
         "frozen_parameters",
         "quantize_call",
         "quantizers",
         "save_fp8",
         "slow_matmuls",
-    },  # the last one warns, before all passes
-    "rewrite": {"batches", "epilogue", "layout", "operands", "row_scales"},  # parts of scaled_mm
-    "layers": {"structure"},
-    "kernels": {"fused_matmul", "quantize_groups"},
-    "collectives": {"chains", "rewriter", "row_scales", "shared_scales"},
-    "traced": {"products"},
+    },
+    "joint": {
+        "batches",
+        "check_shared_scales",
+        "collective_chains",
+        "collective_rows",
+        "epilogue",
+        "operand_layout",
+        "operands",
+        "rewriter",
+        "row_scales",
+    },
+    "kernels": {
+        "combo_kernels",
+        "element_addresses",
+        "fast_functions",
+        "fused_matmul",
+        "fused_plan",
+        "kernel_candidates",
+        "matmul_source",
+        "quantize_groups",
+        "requantize_kernel",
+        "tile_sizes",
+        "tiles_source",
+        "trial_compile",
+        "triton_epilogue",
+        "triton_functions",
+        "when_to_fuse",
+    },
+    "traced": {"matmuls_of_layers"},
     "update": {"context", "find_moments", "written"},
 }
 """The files of each folder that are not passes, but parts of passes."""
 LISTS: dict[str, Any] = {
-    "annotate": DYNAMO,
-    "layers": DYNAMO,
+    "dynamo": DYNAMO,
+    "joint": JOINT,
+    "kernels": KERNELS,
     "traced": TRACED,
     "update": UPDATE,
-    "rewrite": JOINT,
-    "share": JOINT,
-    "collectives": JOINT,
-    "kernels": KERNELS,
 }
 """The list that has the passes of a folder."""
 

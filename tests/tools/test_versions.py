@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fp8pass import versions
-from fp8pass.versions import required_names
+from fp8pass.base import versions
+from fp8pass.base.versions import required_names
 from tests.helpers import ROOT
 from tests.helpers.asked import ask
 
@@ -23,7 +23,7 @@ NAMES = ROOT / "fp8pass" / "_torch.py"
 IMPORTED = [(n.module, a.name) for n in UP_FRONT.body if isinstance(n, ast.ImportFrom) for a in n.names]
 WAYS_IN = {
     "package": "import fp8pass",
-    "module": "from fp8pass.scaling import quantize",
+    "module": "from fp8pass.base.scaling import quantize",
     "backend": """
 import torch
 model = torch.compile(torch.nn.Linear(16, 16), backend="fp8pass", options={"lowering": "eager", "strict": True})

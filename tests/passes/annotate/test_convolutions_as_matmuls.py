@@ -14,8 +14,8 @@ from fp8pass.graph.builder import laid_out_alike
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.convolutions_as_matmuls import ConvolutionsAsMatmuls
 from fp8pass.passes.common.matmul_calls import signature_of
+from fp8pass.passes.dynamo.convolutions_as_matmuls import ConvolutionsAsMatmuls
 from fp8pass.recipes import StaticScaling
 from tests.helpers.convolutions import FORMS, OTHERS, Form, leaves
 from tests.helpers.harness import expect_graph, on_dynamos_graph

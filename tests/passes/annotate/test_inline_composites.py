@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fp8pass.passes.annotate.inline_composites import COMPOSITES, InlineComposites
 from fp8pass.passes.common.matmul_calls import signature_of
+from fp8pass.passes.dynamo.inline_composites import COMPOSITES, InlineComposites
 from tests.helpers.harness import expect_text, on_dynamos_graph
 
 

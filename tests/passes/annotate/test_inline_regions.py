@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.base.names import module_path, source_name
 from fp8pass.graph.annotation import CHECKPOINT
-from fp8pass.names import module_path, source_name
-from fp8pass.passes.annotate.inline_regions import InlineRegions
+from fp8pass.passes.dynamo.inline_regions import InlineRegions
 from tests.helpers.harness import on_dynamos_graph
 from tests.helpers.inline_regions import Layer, Model, marked, of_a_function, unmarked
 from tests.helpers.models import make

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import fp8pass
+from fp8pass.base.node_meta import Quantized
 from fp8pass.graph.annotation import Annotation
-from fp8pass.node_meta import Quantized
 from fp8pass.quant import monitor_ops
 from fp8pass.quant.monitor_ops import WatchTable
-from fp8pass.runtime.monitor_inputs import MonitorInput
+from fp8pass.weights.monitor_inputs import MonitorInput
 from tests.helpers import oracle
 from tests.helpers.annotate import annotation
 from tests.helpers.harness import expect_graph

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8pass import ScaleState, in_qdq, out_qdq
+from fp8pass.compiler.dynamo_passes import annotated
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.inputs import LateAmax
-from fp8pass.lowering.dynamo_passes import annotated
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
+from fp8pass.passes.dynamo.lift_scale_states import LiftScaleStates
 from fp8pass.quant import ops
 from fp8pass.states import scale_state
 from tests.helpers.harness import count, on_dynamos_graph

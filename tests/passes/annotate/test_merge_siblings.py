@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8pass.base.names import merged_name, module_path, parts_of
 from fp8pass.hardware import TARGETS
-from fp8pass.names import merged_name, module_path, parts_of
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.roofline import merged_seconds
 from fp8pass.states.checkpoint import _together

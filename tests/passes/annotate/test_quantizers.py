@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
+from fp8pass.base import scaling
+from fp8pass.base.scaling import E4M3, E5M2
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.passes.annotate.quantizers import is_uniform, quantizers
 from fp8pass.passes.common.matmul_calls import Dims
+from fp8pass.passes.dynamo.quantizers import is_uniform, quantizers
 from fp8pass.quant import ops
 from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
-from fp8pass.scaling import E4M3, E5M2
 from tests.helpers import oracle
 from tests.helpers.harness import annotated
 from tests.helpers.quantizers import ALL

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fp8pass.base.scaling import channel_scales
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.smooth_swiglu import SmoothSwiglu
-from fp8pass.scaling import channel_scales
+from fp8pass.passes.dynamo.smooth_swiglu import SmoothSwiglu
 from tests.helpers.harness import expect_graph, on_dynamos_graph
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]

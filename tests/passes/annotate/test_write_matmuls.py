@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.common.matmul_calls import signature_of
+from fp8pass.passes.dynamo.write_matmuls import WriteMatmuls
 from tests.helpers.harness import on_dynamos_graph
 from tests.helpers.write_matmuls import FORMS, WRITTEN, leaves, total
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.graph.refusal import Reject
-from fp8pass.passes.collectives.chains import c10d, capture_dequantized, capture_gathered, scales_of
 from fp8pass.passes.common.patterns import COLLECTIVES
+from fp8pass.passes.joint.collective_chains import c10d, capture_dequantized, capture_gathered, scales_of
 from tests.helpers.harness import BF16, E4M3, aten, capture, fp8
 
 X, SCALE = torch.randn(8, 32).to(BF16), torch.tensor(2.0)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed import _functional_collectives as functional_collectives
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
-from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
+from fp8pass.passes.joint.quantize_collectives import QuantizeCollectives
 from fp8pass.quant import ops
 from fp8pass.quant.ops import SHARED
 from fp8pass.quant.sharded import amax_over

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
+from fp8pass.base import scaling
+from fp8pass.base.scaling import E4M3, E5M2
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
-from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
+from fp8pass.passes.joint.quantize_collectives import QuantizeCollectives
 from fp8pass.quant import ops
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling, RowwiseScaling
-from fp8pass.scaling import E4M3, E5M2
 from tests.helpers.fake_collectives import (
     MOVERS,
     Function,

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8pass import scaling
-from fp8pass.passes.collectives.chains import marked, unmarked
-from fp8pass.passes.collectives.shared_scales import is_shared, unpoisoned
+from fp8pass.base import scaling
 from fp8pass.passes.common.patterns import as_node, constant
+from fp8pass.passes.joint.check_shared_scales import is_shared, unpoisoned
+from fp8pass.passes.joint.collective_chains import marked, unmarked
 from fp8pass.quant import ops, sharded
 from tests.helpers.harness import capture
 

@@ -8,17 +8,17 @@ import pytest
 import sympy
 import torch
 
-from fp8pass._torch import FloorDiv, GraphLowering, ModularIndexing
-from fp8pass.fused.places import (
+from fp8pass.base._torch import FloorDiv, GraphLowering, ModularIndexing
+from fp8pass.passes.kernels.element_addresses import (
     COLUMN,
     PAIR,
     ROW,
     WITHIN,
     Address,
+    AddressStep,
     AtPlaces,
     CannotFuse,
     Columns,
-    Step,
     address,
     cut,
     simplified,
@@ -58,7 +58,7 @@ def test_an_address_is_the_index_at_each_place(start: int, half: int) -> None:
 
 def test_neighbours_are_told_from_further_steps() -> None:
     index = ROW * 128 + FloorDiv(ROW, 16) * 64 + COLUMN + 3
-    assert address(index) == Address(128, 1, 3, (Step("row", 16, 64),))
+    assert address(index) == Address(128, 1, 3, (AddressStep("row", 16, 64),))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.passes.common.patterns import aten, first
 from fp8pass.passes.common.read_written import read_written
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes

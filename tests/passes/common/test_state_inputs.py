@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.compiler.dynamo_passes import annotated as annotate
 from fp8pass.graph.annotation import STATE_INPUTS, Annotation
-from fp8pass.lowering.dynamo_passes import annotated as annotate
 from fp8pass.options.config import Config
 from fp8pass.passes.common.state_inputs import INPUTS
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, StaticScaling
-from fp8pass.runtime.frozen_weights import FrozenWeightInput
-from fp8pass.runtime.weight_cache import CachedWeight, CachedWeightInput
+from fp8pass.weights.prequantized import PrequantizedInput
+from fp8pass.weights.weight_cache import CachedWeight, CachedWeightInput
 
 
 def annotation(model: nn.Module, recipe: Any, training: bool = True, cache: str = "off") -> Annotation:
@@ -91,13 +91,13 @@ def test_slots_without_history_are_usable() -> None:
     assert len(scales_or_one.users) == 6
 
 
-def test_static_scales_and_frozen_weights() -> None:
+def test_static_scales_and_prequantized_weights() -> None:
     scales = {"weight.input": 2.0, "weight.weight": 4.0}
     a = annotation(nn.Linear(32, 48), StaticScaling(scales), training=False)
-    assert state_inputs(a.module.graph) == ["fp8pass_scales", "fp8pass_frozen_0"]
-    assert a.inputs[1:] == [FrozenWeightInput("frozen_0", position=0, table=0, slot=1, by_columns=False)]
+    assert state_inputs(a.module.graph) == ["fp8pass_scales", "fp8pass_prequantized_0"]
+    assert a.inputs[1:] == [PrequantizedInput("prequantized_0", position=0, table=0, slot=1, by_columns=False)]
     training = annotation(nn.Linear(32, 48), StaticScaling(scales))
-    # training changes weights, so they are not frozen
+    # training changes weights, so they are not prequantized
     assert state_inputs(training.module.graph) == ["fp8pass_scales"]
 
 

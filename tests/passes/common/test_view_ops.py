@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from fp8pass._torch import FakeTensorMode
+from fp8pass.base._torch import FakeTensorMode
 from fp8pass.passes.common import view_ops
 
 

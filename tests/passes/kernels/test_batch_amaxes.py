@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.base import scaling
+from fp8pass.base._torch import FORCE_STRIDE_ORDER
+from fp8pass.base.node_meta import RECORDED
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import RECORDED
 from fp8pass.options.config import Config
-from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes, Slot, _groups, match
+from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes, RecordSlot, _groups, match
 from tests.helpers.harness import BF16, E4M3, aten, capture, count, on_kernels
 
 
@@ -94,7 +94,7 @@ def captured(function: Callable[..., Any] = step) -> fx.GraphModule:
     return module
 
 
-def slots(module: fx.GraphModule) -> list[Slot]:
+def slots(module: fx.GraphModule) -> list[RecordSlot]:
     (found,) = (m for n in module.graph.nodes if (m := match(n)) is not None)
     return found.slots
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.graph.builder import laid_out_alike
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.quant.kernel_ops import QUANTIZE

@@ -11,22 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fp8pass import hardware, scaling
-from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
-from fp8pass.fused import choice
-from fp8pass.fused.choice import Decide
-from fp8pass.fused.places import CannotFuse
-from fp8pass.fused.tiles import candidates
+from fp8pass import hardware
+from fp8pass.base import scaling
+from fp8pass.base._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
 from fp8pass.passes.common.gpu import Gpu
 from fp8pass.passes.common.patterns import as_node
-from fp8pass.passes.kernels import fused_matmul
+from fp8pass.passes.kernels import fused_matmul, when_to_fuse
+from fp8pass.passes.kernels.element_addresses import CannotFuse
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
 from fp8pass.passes.kernels.fused_matmul import match, plan_of, tiled, why_other
+from fp8pass.passes.kernels.tile_sizes import candidates
+from fp8pass.passes.kernels.when_to_fuse import Decide
 from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, capture, count, on_kernels, scale
 
@@ -359,7 +359,7 @@ def test_auto_fuses_nothing_where_nothing_is_measured(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("seconds", "fuses"), [(1e-13, True), (1e-11, False)])
 def test_auto_reads_the_table(monkeypatch: pytest.MonkeyPatch, seconds: float, fuses: bool) -> None:
-    monkeypatch.setitem(choice.MEASURED, "b200", seconds)
+    monkeypatch.setitem(when_to_fuse.MEASURED, "b200", seconds)
     assert (Decide("auto", TARGETS["b200"]).why_apart(_plan()) == "") == fuses
 
 

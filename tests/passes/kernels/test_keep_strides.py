@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from fp8pass.base.node_meta import STRIDES
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import STRIDES
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.kernels.keep_strides import KeepStrides

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass import scaling
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.base import scaling
+from fp8pass.base._torch import FORCE_STRIDE_ORDER
+from fp8pass.base.node_meta import ONE_STAGE
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import ONE_STAGE
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.materialize import MAX_AMAX_INPUT, MAX_ELEMENTS, Materialize
 from tests.helpers.harness import BF16, E4M3, aten, capture, count, expect_graph, fp8, on_kernels, scale, text

@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fp8pass import hardware
-from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
-from fp8pass.fused.epilogue import Read
-from fp8pass.fused.places import Step
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan, source_of
+from fp8pass.base._torch import kernel_called, triton_kernel_wrapper_functional
+from fp8pass.base.scaling import amax, power_of_2_from_amax, quantize
 from fp8pass.graph.builder import val
-from fp8pass.passes.common import tiles
+from fp8pass.passes.common import transposed_copies
 from fp8pass.passes.kernels import quantize_kernels
+from fp8pass.passes.kernels.element_addresses import AddressStep
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_groups import match, why_not
 from fp8pass.passes.kernels.quantize_kernels import QuantizeKernels
+from fp8pass.passes.kernels.tiles_source import HEAVY, LIGHT, TilesPlan, source_of
+from fp8pass.passes.kernels.triton_epilogue import Read
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import Blockwise
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling
-from fp8pass.scaling import amax, power_of_2_from_amax, quantize
 from tests.helpers.fused_matmuls import both
 from tests.helpers.harness import BF16, E4M3, E5M2, capture, count, on_kernels, run, scale
 from tests.helpers.quantize_kernels import CASES, inputs_of, scaled_by_rows
@@ -38,7 +38,7 @@ X = torch.zeros(128, 192, dtype=BF16)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "pretended_device", torch.device("cuda"))
     monkeypatch.setattr(quantize_kernels, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(tiles, "is_launched", lambda _: True)
+    monkeypatch.setattr(transposed_copies, "is_launched", lambda _: True)
 
 
 def captured(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -183,7 +183,7 @@ def test_heads_of_attention_are_read_where_they_are() -> None:
     (plan,) = plans(module)
     # [2, 12, 64, 16] in memory: after 64 positions the next batch, after 16 columns the next head
     ((_, code),) = plan.codes
-    steps = Step("column", 16, (64 - 1) * 16), Step("row", 64, (12 - 1) * 64 * 16)
+    steps = AddressStep("column", 16, (64 - 1) * 16), AddressStep("row", 64, (12 - 1) * 64 * 16)
     assert code.reads[0] == Read("x0", 0, BF16, 16, 1, 0, steps)
     assert count(module, aten.clone.default) == 0
 

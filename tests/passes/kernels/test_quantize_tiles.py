@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
+from fp8pass.base import scaling
+from fp8pass.base.node_meta import WITH_AMAX
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.node_meta import WITH_AMAX
 from fp8pass.options.config import Config
-from fp8pass.passes.common import tiles
-from fp8pass.passes.common.tiles import COLUMNS, ROWS
+from fp8pass.passes.common import transposed_copies as tiles
+from fp8pass.passes.common.transposed_copies import COLUMNS, ROWS
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, REPEATED

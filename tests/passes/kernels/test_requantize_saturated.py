@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass import hardware, scaling
-from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
-from fp8pass.fused.requantize import Requantize, source_of
+from fp8pass import hardware
+from fp8pass.base import scaling
+from fp8pass.base._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
 from fp8pass.passes.common.gpu import Gpu
-from fp8pass.passes.common.tiles import is_count
+from fp8pass.passes.common.transposed_copies import is_count
 from fp8pass.passes.kernels import fused_matmul, requantize_saturated
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
 from fp8pass.passes.kernels.fused_matmul import REQUANTIZES
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
+from fp8pass.passes.kernels.requantize_kernel import Requantize, source_of
 from fp8pass.passes.kernels.requantize_saturated import RequantizeSaturated
 from fp8pass.quant import ops
 from fp8pass.quant.kernel_ops import QUANTIZE, SATURATED

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
+from fp8pass.base import scaling
 from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.options.config import Config
 from fp8pass.passes.common.foreach import SPLITS
+from fp8pass.passes.kernels.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.passes.kernels.split_foreach import SplitForeach, match
 from tests.helpers.harness import BF16, E4M3, F32, aten, capture, expect_graph, on_kernels, scale, text
 

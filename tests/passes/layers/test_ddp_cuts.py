@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fp8pass.backend import fp8pass
-from fp8pass.lowering.ddp_cuts import configured, cuts_at_layers
+from fp8pass.compiler.ddp_cuts import configured, cuts_at_layers
 from fp8pass.options.config import Config
 from tests.helpers.models import Block, make
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8pass._torch import enter_autocast, exit_autocast, set_grad_enabled
+from fp8pass.base._torch import enter_autocast, exit_autocast, set_grad_enabled
 from fp8pass.graph.annotation import Annotation
 from fp8pass.quant import ops
 from fp8pass.report.report import collect

@@ -9,9 +9,9 @@ from torch import Tensor, fx
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import RESHAPES, as_node, through
-from fp8pass.passes.rewrite.align_arguments import AlignArguments
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.align_arguments import AlignArguments
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.quant.kernel_ops import ALIGNED, ALIGNED_STRIDE, ROUNDED
 from tests.helpers.harness import BF16, aten, capture, count, dq, fp8, run, scale
 from tests.helpers.xla_rules import CASES
@@ -71,7 +71,7 @@ def test_scales_of_rows_that_are_inputs_are_copied(monkeypatch: pytest.MonkeyPat
         return (dq(a, x) @ dq(b, y).t()).to(BF16)
 
     monkeypatch.setattr("fp8pass.hardware._CPU_SCALES_ROWS", True)
-    monkeypatch.setattr("fp8pass.passes.rewrite.epilogue.output_saturates", lambda *_: True)
+    monkeypatch.setattr("fp8pass.passes.joint.epilogue.output_saturates", lambda *_: True)
     inputs = fp8(32, 64), fp8(48, 64), torch.rand(32, 1), torch.rand(48, 1)
     module = capture(function, *inputs)
     run(module, ListMatmuls(), ScaledMM(), AlignArguments())

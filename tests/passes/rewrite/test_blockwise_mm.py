@@ -17,10 +17,10 @@ from fp8pass import hardware
 from fp8pass.gpu.trial import tiles
 from fp8pass.graph.builder import val
 from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
-from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.blockwise_mm import BlockwiseMM
+from fp8pass.passes.joint.expand_blocks import ExpandBlocks
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.quant import ops
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling
 from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, aten, capture, check_legal_on_cuda, count, run, text
@@ -62,7 +62,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(recipe: str, _: torch.device, target: Any) -> str:
         return hardware.why_no_block_kernel(recipe, torch.device("cuda"), target)
 
-    monkeypatch.setattr("fp8pass.passes.rewrite.blockwise_mm.why_no_block_kernel", why)
+    monkeypatch.setattr("fp8pass.passes.joint.blockwise_mm.why_no_block_kernel", why)
     monkeypatch.setattr("torch.version.cuda", None)  # whatever CUDA version this torch was built with
 
 

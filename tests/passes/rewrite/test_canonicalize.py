@@ -6,7 +6,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # defines torch.ops.quantized_decomposed
 from torch import Tensor
 
-from fp8pass.passes.rewrite.canonicalize import Canonicalize
+from fp8pass.passes.joint.canonicalize import Canonicalize
 from tests.helpers.canonicalize import ops
 from tests.helpers.harness import E5M2, apply, capture, expect_graph, text
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fp8pass.hardware import output_saturates
 from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers.harness import (
     BF16,
     E4M3,

@@ -7,7 +7,7 @@ import torch
 
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
+from fp8pass.passes.joint.expand_blocks import ExpandBlocks
 from fp8pass.quant import ops
 from tests.helpers.harness import BF16, F16, F32, capture, count, expect_graph, fp8, run
 

@@ -16,8 +16,8 @@ from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
 from fp8pass.passes.common.grouped_kernels import why_no_kernel
-from fp8pass.passes.rewrite.grouped_mm import GroupedMM
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.grouped_mm import GroupedMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
 from fp8pass.quant import grouped
 from tests.helpers.grouped_mm import H100, OFFS, tokens, trained
 from tests.helpers.harness import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers.harness import E4M3, aten, capture, count, detect, fp8, run, scale, sqnr
 
 

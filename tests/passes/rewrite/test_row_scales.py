@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.joint.list_matmuls import ListMatmuls
+from fp8pass.passes.joint.scaled_mm import ScaledMM
 from tests.helpers.harness import (
     BF16,
     E4M3,
@@ -35,7 +35,7 @@ from tests.helpers.row_scales import TAKEN, rows
 def with_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels take scales for rows, as on GPUs and on CPUs of newer torch versions."""
     monkeypatch.setattr("fp8pass.hardware._CPU_SCALES_ROWS", True)
-    monkeypatch.setattr("fp8pass.passes.rewrite.epilogue.output_saturates", lambda *_: True)
+    monkeypatch.setattr("fp8pass.passes.joint.epilogue.output_saturates", lambda *_: True)
 
 
 @pytest.mark.usefixtures("with_row_kernels")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.passes.share.batch_records import BatchRecords
+from fp8pass.passes.joint.batch_records import BatchRecords
 from fp8pass.quant.ops import RECORD, record
 from tests.helpers.harness import apply, capture, count, expect_graph, text
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
+from fp8pass.base import scaling
+from fp8pass.base.node_meta import SAVED_RESULT, STRIDES
 from fp8pass.graph.builder import val
 from fp8pass.graph.other_libraries import has_strides, tensors_of
-from fp8pass.node_meta import SAVED_RESULT, STRIDES
 from fp8pass.passes.common.patterns import aten
-from fp8pass.passes.share.read_copies import ReadCopies
+from fp8pass.passes.joint.read_copies import ReadCopies
 from tests.helpers.harness import E4M3, capture, count, expect_graph, run, scale
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fp8pass import scaling
-from fp8pass.node_meta import SAVED, SAVED_FP8
-from fp8pass.passes.share.save_scales import SaveScales
+from fp8pass.base import scaling
+from fp8pass.base.node_meta import SAVED, SAVED_FP8
+from fp8pass.passes.joint.save_scales import SaveScales
 from tests.helpers.harness import E4M3, apply, capture, scale, text
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8pass.base.node_meta import SAVED
 from fp8pass.graph.pass_base import JointContext
-from fp8pass.node_meta import SAVED
 from fp8pass.options.config import Config
-from fp8pass.passes.share.save_sums import SaveSums
+from fp8pass.passes.joint.save_sums import SaveSums
 from tests.helpers.harness import BF16, apply, capture, expect_graph, fp8, scale, text
 
 

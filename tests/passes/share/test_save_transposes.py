@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fp8pass.base.node_meta import SAVED
+from fp8pass.base.scaling import quantize
 from fp8pass.graph.pass_base import JointContext
-from fp8pass.node_meta import SAVED
 from fp8pass.options.config import Config
-from fp8pass.passes.share.save_transposes import SaveTransposes
-from fp8pass.scaling import quantize
+from fp8pass.passes.joint.save_transposes import SaveTransposes
 from tests.helpers.harness import BF16, E4M3, E5M2, apply, capture, expect_graph, fp8, scale, text
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.options.config import Config
-from fp8pass.passes.share.use_transposes import UseTransposes
+from fp8pass.passes.joint.use_transposes import UseTransposes
 from fp8pass.quant.ops import WITH_TRANSPOSE, with_transpose
 from tests.helpers.harness import BF16, apply, aten, capture, count, expect_graph, fp8, scale, text
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.passes.traced.products import Finder, Layer, Values, backward_of
+from fp8pass.passes.traced.matmuls_of_layers import Finder, TracedLayer, Values, backward_of
 from tests.helpers.harness import capture
 
 X, W, V = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8, 8)
@@ -20,17 +20,17 @@ def grads(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     return loss, *torch.autograd.grad(loss, of)  # type: ignore[return-value]
 
 
-def find_layers(graph: fx.Graph, same: bool = True) -> tuple[list[Layer], dict[fx.Node, str]]:
+def find_layers(graph: fx.Graph, same: bool = True) -> tuple[list[TracedLayer], dict[fx.Node, str]]:
     found = Finder(graph, Values(graph), lambda _: same).run()
     return list(found.layers.values()), found.reasons
 
 
-def layers_of(function: Any, *inputs: Tensor, same: bool = True) -> tuple[list[Layer], dict[fx.Node, str]]:
+def layers_of(function: Any, *inputs: Tensor, same: bool = True) -> tuple[list[TracedLayer], dict[fx.Node, str]]:
     graph = capture(function, *(x.detach().requires_grad_() for x in inputs)).graph
     return find_layers(graph, same)
 
 
-def kinds(layers: list[Layer]) -> list[list[str]]:
+def kinds(layers: list[TracedLayer]) -> list[list[str]]:
     return [sorted(p.kind for p in layer.products) for layer in layers]
 
 

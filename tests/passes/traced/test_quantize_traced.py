@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import recipes
+from fp8pass.base.names import Names
 from fp8pass.graph.verify import verify
-from fp8pass.names import Names
 from fp8pass.options.config import Config
 from fp8pass.passes.traced.quantize_traced import QuantizeTraced, TracedContext
 from tests.helpers.harness import BF16, capture

@@ -18,7 +18,7 @@ from fp8pass.passes.update.write_moments import WriteMoments
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
 from fp8pass.quant.moments import NAMED
-from fp8pass.runtime.update_key import UpdateKey, attribute
+from fp8pass.weights.update_key import UpdateKey, attribute
 from tests.helpers.harness import BF16, F32, expect_graph, on_update
 from tests.helpers.optimizers import Lion
 from tests.helpers.quantize_moments import BOTH, power_of_2, read, stored

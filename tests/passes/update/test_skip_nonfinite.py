@@ -16,7 +16,7 @@ from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.skip_nonfinite import SkipNonfinite, gradients
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import UpdateKey
+from fp8pass.weights.update_key import UpdateKey
 from tests.helpers.harness import BF16, F32, expect_graph
 
 

@@ -16,7 +16,7 @@ from fp8pass.passes.update.write_weights import WriteWeights
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, StaticScaling
-from fp8pass.runtime.update_key import UpdateKey, WeightSlots, Write, attribute
+from fp8pass.weights.update_key import UpdateKey, WeightSlots, WeightWrite, attribute
 from tests.helpers.harness import E4M3, expect_graph, on_update
 from tests.helpers.optimizers import Lion
 
@@ -251,7 +251,7 @@ def test_graph() -> None:
     module = captured(sgd, p, q, torch.randn(16, 16))
     places = written(module)
     assert places == [0, 2]
-    writes = [Write((0,), ("x_q",), slots=0, index=0), Write((2, None), ("x_q", "x_t"), slots=0, index=2)]
+    writes = [WeightWrite((0,), ("x_q",), slots=0, index=0), WeightWrite((2, None), ("x_q", "x_t"), slots=0, index=2)]
     weight_slots = (WeightSlots(DelayedScaling(), first=3, count=4),)
     on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     expect_graph(
@@ -291,7 +291,7 @@ return ()
 def test_amaxes_of_ranks_give_the_scales_of_divided_weights(over: str) -> None:
     module = captured(sgd, *(nn.Parameter(torch.randn(16, 16)) for _ in range(2)), torch.randn(16, 16))
     slots = WeightSlots(DelayedScaling(), first=1, count=1, over=over)
-    key = UpdateKey((slots,), (Write((written(module)[0],), ("x_q",), slots=0, index=0),), (), ())
+    key = UpdateKey((slots,), (WeightWrite((written(module)[0],), ("x_q",), slots=0, index=0),), (), ())
     on_update(module, key, TakeStates(), WriteWeights())
     (scales,) = module.graph.find_nodes(op="call_function", target=ops.next_scales)
     amaxes: Any = scales.args[-1]
@@ -308,7 +308,10 @@ def test_written_copies() -> None:
     grad = torch.randn(16, 16)
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
     first, second = written(module)
-    writes = [Write((first,), ("x_q",), slots=0, index=0), Write((second, None), ("x_q", "x_t"), slots=0, index=2)]
+    writes = [
+        WeightWrite((first,), ("x_q",), slots=0, index=0),
+        WeightWrite((second, None), ("x_q", "x_t"), slots=0, index=2),
+    ]
     weight_slots = (WeightSlots(DelayedScaling(), first=1, count=3),)
     on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     scale = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
@@ -358,7 +361,7 @@ def test_written_copies_of_weights_by_themselves(how: str) -> None:
     stored = ("x_t",) if how == "by columns" else ("x_q", "x_t")
     p, q, grad = (nn.Parameter(torch.randn(16, 16) * r) for r in (1, 2, 5))
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad.detach())
-    write = Write((written(module)[0],), stored, by_itself=quantizer)
+    write = WeightWrite((written(module)[0],), stored, by_itself=quantizer)
     on_update(module, UpdateKey((), (write,), (), ()), TakeStates(), WriteWeights())
     scales = torch.tensor([[8.0], [0.125]]) if how == "static" else torch.zeros(shape)
     copies = {name: torch.zeros(16, 16).to(E4M3) for name in stored}
@@ -376,7 +379,7 @@ def test_parts_of_one_weight_have_one_scale() -> None:
     """Dynamic scaling takes the amax of all parts, also of one that is not in the update's graph."""
     parts, grad = [nn.Parameter(torch.randn(16, 16) * r) for r in (1, 3)], torch.randn(16, 16)
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (parts[0], grad)), grad)
-    write = Write((written(module)[0], None), ("x_q",), by_itself=BY_ITSELF["dynamic"][0])
+    write = WeightWrite((written(module)[0], None), ("x_q",), by_itself=BY_ITSELF["dynamic"][0])
     on_update(module, UpdateKey((), (write,), (), ()), TakeStates(), WriteWeights())
     scale_inv, x_q = torch.zeros(()), torch.zeros(32, 16).to(E4M3)
     with torch.no_grad():

@@ -1,0 +1,183 @@
+"""Run the passes over forward and backward in one graph, and report the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fp8pass.base._torch import CustomGraphPass
+from fp8pass.base.errors import Fp8Error, warn_once
+from fp8pass.base.node_meta import GEMM
+from fp8pass.compiler import order
+from fp8pass.compiler.cache_keys import sources_hash
+from fp8pass.compiler.run_passes import module_of, run_all, verifier
+from fp8pass.dump.writer import Dump
+from fp8pass.graph.annotation import Body, MatmulChoice
+from fp8pass.graph.attempt import FIRST, Attempt
+from fp8pass.graph.builder import multiplies
+from fp8pass.graph.pass_base import JointContext, Pass
+from fp8pass.graph.refusal import LeftOut
+from fp8pass.graph.verdict import Gemm
+from fp8pass.hardware import cpu_key
+from fp8pass.options import overrides
+from fp8pass.options.config import Config
+from fp8pass.options.overrides import REQUIRED
+from fp8pass.passes.joint.read_copies import ReadCopies
+from fp8pass.passes.kernels.keep_strides import KeepStrides
+from fp8pass.report.drawing import drawn
+from fp8pass.report.report import Report, Timing, are_judged, publish
+
+
+class JointPasses(CustomGraphPass):
+    """Inductor's `joint_custom_pre_pass`: runs on forward and backward in one graph, before any change by Inductor.
+
+    Only its report outlives the compilation, since it does not run if Inductor's caches hit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        choices: list[MatmulChoice],
+        dump: Dump | None = None,
+        is_update: bool = False,
+        attempt: Attempt = FIRST,
+        body: Body | None = None,
+        report: Report | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        self.config = config
+        self.choices = choices
+        self.body = body
+        self.attempt = attempt
+        self.is_update = is_update
+        self.passes = _joint_passes(is_update, attempt)
+        self.dump = dump or Dump()
+        self.report = Report() if report is None else report
+        self.gemms: dict[str, list[Gemm]] = {}
+        """The verdicts on the matmuls of the latest graph, by the name that `meta[GEMM]` of its nodes holds: one for
+        each layer that the graph stands for."""
+        self.is_repeated = False
+        """True if a checkpoint around the graph runs its whole forward once more."""
+        self.parts = 0
+        self.timing = Timing("") if timing is None else timing
+
+    def uuid(self) -> bytes:
+        """Return a key of the passes' sources, configuration, torch, the CPU, and choices that graphs do not show."""
+        choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
+        own = self.config.cache_key(), torch.__version__, choices, [p.name for p in self.passes], cpu_key()
+        return sources_hash() + repr(own).encode()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
+        with self.timing.counting("passes"):
+            context = self._rewritten(graph)
+        self.dump.report(str(self.report), self.timing.passes)
+        self.parts += 1
+        if self.config.strict:
+            _raise_if_declined(context, self.choices)
+
+    def _rewritten(self, graph: fx.Graph) -> JointContext:
+        """Run the passes, and publish the verdicts."""
+        context = JointContext(
+            self.config, choices=self.choices, declined=self.attempt.reason, is_update=self.is_update
+        )
+        part = f"joint.{self.parts}" if self.parts else "joint"
+        run_all(self.passes, module_of(graph), context, self.dump, part, verifier)
+        self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
+        if (drawing := drawn()) is not None:
+            drawing.verdicts(self.gemms)
+        gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
+        self._publish(Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes))
+        return context
+
+    def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
+        """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
+        first, again = ({n.meta.get(GEMM) for n in graph.nodes if _multiplies(n)} for graph in (forward, backward))
+        twice = first if self.is_repeated else first & again
+        recomputed = [gemm for name, of in self.gemms.items() if name in twice for gemm in of]
+        for gemm in recomputed:
+            gemm.recomputed = True
+        if recomputed:
+            self.dump.report(str(self.report), self.timing.passes)
+
+    def _of_layers(self, gemm: Gemm) -> list[Gemm]:
+        """Return the verdict for each layer that the graph stands for."""
+        if self.body is None:
+            return [gemm]
+        if gemm.choice is None:
+            return [gemm, *(replace(gemm) for _ in self.body.layers[1:])]
+        position, own = self.body.choices[0].index(gemm.choice), self.choices[gemm.choice]
+        return [gemm, *(_for_layer(gemm, own, self.choices, of[position]) for of in self.body.choices[1:])]
+
+    def _publish(self, part: Report) -> None:
+        """Publish the report of one part, and add it to the graph's report.
+
+        Branches and loop bodies are separate parts, and come first.
+        """
+        publish(part)
+        self.report.add(part)
+
+
+def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[JointContext]]:
+    if attempt.form == "plain":
+        return []
+    only_listed = is_update or attempt.form == "declined"
+    left = set() if attempt.runs(KeepStrides.name) else {ReadCopies.name}  # whose changes need it
+    return [
+        p
+        for p in order.JOINT
+        if attempt.runs(p.name) and p.name not in left and (not only_listed or p.name in REQUIRED)
+    ]
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return multiplies(node) or node.target is torch.ops.aten.convolution.default
+
+
+def _for_layer(gemm: Gemm, of: MatmulChoice, choices: Sequence[MatmulChoice], index: int) -> Gemm:
+    """Return the verdict of a matmul, whose choice is `of`, for the equal matmul of another layer."""
+    own = choices[index]
+    reason = gemm.reason.replace(of.name, own.name) if of.name else gemm.reason
+    return replace(gemm, name=own.name, source=own.source or gemm.source, choice=index, reason=reason)
+
+
+def _raise_if_declined(context: JointContext, choices: list[MatmulChoice]) -> None:
+    """Raise Fp8Error for a matmul that is not rewritten although the recipe and filter, or the user, chose it."""
+    for gemm in context.gemms.values():
+        if gemm.status == "rewritten" or not (_chosen(gemm, choices) or gemm.quantized):
+            continue
+        where = f" at {gemm.source}" if gemm.source else ""
+        raise Fp8Error(
+            f"strict: {gemm.kind} of {gemm.name or 'a matmul'}{where}, [{gemm.M}, {gemm.K}] by [{gemm.K}, {gemm.N}], "
+            f"does not run in FP8: {gemm.reason}. Leave it out with filter=, or drop strict."
+        )
+
+
+def _chosen(gemm: Gemm, choices: list[MatmulChoice]) -> bool:
+    if gemm.choice is None:
+        return gemm.rule == "composite"
+    choice = choices[gemm.choice]
+    left_out = isinstance(choice.declined.get(gemm.kind), LeftOut)
+    return choice.wanted or (choice.scaling != "" and not left_out)
+
+
+def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
+    """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected, unless others judge it.
+
+    Call it after the graph is compiled. report: of that graph.
+    """
+    reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
+    is_judged = are_judged() and any(gemm.kind != "output" for gemm in report.gemms)  # a graph that trains
+    if reasons and report.graphs and not report.rewritten and not overrides.current() and not is_judged:
+        warn_once(
+            f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
+            "print(fp8pass.explain(model, *inputs)) has all reasons"
+        )
+
+
+def _pays_elsewhere(choice: MatmulChoice) -> bool:
+    """Return whether FP8 pays for other sizes, for which there is another compilation."""
+    return choice.prediction is not None and choice.prediction.ends is not None and bool(choice.prediction.pays)

@@ -1,0 +1,71 @@
+"""Compile an annotated graph with the lowering that the user chose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fp8pass.base._torch import context_of_one_graph
+from fp8pass.compiler.bodies import lower_bodies
+from fp8pass.compiler.eager import lower_eager
+from fp8pass.compiler.faults import Later, lowering_functions
+from fp8pass.compiler.joint_passes import JointPasses, warn_if_nothing
+from fp8pass.compiler.through_inductor import lower_through_inductor
+from fp8pass.compiler.verdicts import find_verdicts, wants_only_verdicts
+from fp8pass.dump.writer import Dump
+from fp8pass.graph.annotation import Annotation, is_state_input
+from fp8pass.graph.attempt import FIRST, Attempt
+from fp8pass.options.config import Config
+from fp8pass.report.drawing import drawn
+from fp8pass.report.report import Report, Timing, publish
+from fp8pass.states.steps import RegionPass, checkpointed_region
+
+log = logging.getLogger(__name__)
+
+
+def lower(
+    annotation: Annotation,
+    inputs: list[Any],
+    config: Config,
+    dump: Dump,
+    attempt: Attempt = FIRST,
+    later: Later | None = None,
+) -> Callable[..., Any]:
+    """Compile an annotated graph. later: compiles its backward, which may fail after the forward has run."""
+    with_lowering = lower_eager if config.lowering == "eager" else lower_through_inductor
+    if wants_only_verdicts():
+        with_lowering = find_verdicts
+    report = Report()
+
+    def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        body = annotation.bodies.get(name)
+        title = "" if body is None else body.title
+        timing = Timing(dump.title if body is None else f"{dump.title}, {name}: {title}")
+        if (drawing := drawn()) is not None:
+            positions = enumerate(module.graph.find_nodes(op="placeholder"))
+            drawing.turn_to(name, title, [i for i, node in positions if is_state_input(node)])
+        own = dump.of_body(name, module, inputs) if body is not None else dump
+        joint_passes = JointPasses(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
+        joint_passes.is_repeated = (around := checkpointed_region()) is not None and around[1] is RegionPass.FIRST
+        with timing.counting("tracing"), context_of_one_graph():
+            compiled = with_lowering(module, inputs, joint_passes, later)
+        if not wants_only_verdicts():
+            publish(Report(timings=[timing]))
+            log.log(logging.DEBUG if body is None else logging.INFO, "%s", timing)
+        return compiled
+
+    with dump.compiling(lambda: report.summary() if report.graphs else _CACHED):
+        if annotation.bodies:
+            with lowering_functions():
+                compiled = lower_bodies(annotation, inputs, compile_one)
+        else:
+            compiled = compile_one("", annotation.module, inputs)
+    if attempt.form == "fp8":
+        warn_if_nothing(annotation.choices, report)
+    return compiled
+
+
+_CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"

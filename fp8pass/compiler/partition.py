@@ -1,0 +1,77 @@
+"""The partition into forward and backward: by torch's partitioner, but it saves the nodes that passes marked SAVED.
+
+Torch's partitioner saves the tensors that cost the least memory, and assumes that elementwise ops on saved tensors are
+free to recompute. It never keeps a node in the forward that only the backward reads, whatever its tags say. So while it
+runs, marked nodes are outputs of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fp8pass.base._torch import CustomPartitionerFn, cuts_fast, get_hash_for_files, min_cut_partition
+from fp8pass.base.node_meta import SAVED
+
+Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+class Partition(CustomPartitionerFn):
+    """The partitioner for Inductor's setting `custom_partitioner_fn`.
+
+    own: the partitioner that the user has configured, if any. seen: called with the graphs of forward and backward.
+    """
+
+    def __init__(self, own: Any = None, seen: Callable[[fx.Graph, fx.Graph], None] | None = None) -> None:
+        self.own = own
+        self.seen = seen
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the graphs of forward and backward; the backward reads nodes marked SAVED from the forward."""
+        cut: Partitioner = self.own or min_cut_partition
+        saved = [n for n in gm.graph.nodes if SAVED in n.meta]
+        end = kwargs.pop("num_fwd_outputs")
+        _insert_outputs(gm.graph, end, saved)
+        with cuts_fast():
+            forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
+        _remove_outputs(forward, end, len(saved))
+        if self.seen is not None:
+            self.seen(forward.graph, backward.graph)
+        return forward, backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state that decides about the partition: AOTAutograd's cache pickles it for its key."""
+        return {"own": self.own}
+
+    def uuid(self) -> Any:
+        """Return a key that changes with this file, and with the user's own partitioner.
+
+        Inductor needs it to cache graphs that a custom partitioner cut.
+        """
+        return get_hash_for_files((__file__,)), self.own.uuid() if self.own is not None else None
+
+
+def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> None:
+    output = graph.output_node()
+    values, descriptions = list(output.args[0]), output.meta.get("desc")  # type: ignore[arg-type]
+    output.args = ((*values[:position], *nodes, *values[position:]),)
+    if descriptions is not None:  # AOTAutograd has one for each output; those of inserted outputs are never read
+        described = list(descriptions)
+        output.meta["desc"] = [*described[:position], *described[:1] * len(nodes), *described[position:]]
+
+
+def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
+    if not count:
+        return
+    output = module.graph.output_node()
+    values: Any = output.args[0]
+    output.args = ((*values[:position], *values[position + count :]),)
+    # the partitioner gives the forward these lists, with an entry for each output
+    for key in ("desc", "output_stack_traces"):
+        if (described := output.meta.get(key)) is not None:
+            output.meta[key] = [*described[:position], *described[position + count :]]
+    module.recompile()

@@ -1,0 +1,65 @@
+"""Compile the graph of an optimizer's update: when it is called, for the FP8 copies that parameters have then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.base._torch import context_for_later, tracing
+from fp8pass.compiler.faults import fall_back, left_out
+from fp8pass.compiler.lower import lower
+from fp8pass.compiler.update_passes import annotated_update
+from fp8pass.dump.writer import Dump
+from fp8pass.graph.attempt import Attempt
+from fp8pass.options.config import Config
+from fp8pass.passes.update.find_moments import moments_of
+from fp8pass.passes.update.skip_nonfinite import gradients
+from fp8pass.passes.update.written import in_bfloat16, real_inputs, written_only_by_optimizers
+from fp8pass.weights.update_graph import CompiledUpdate, UpdateGraph
+from fp8pass.weights.update_inputs import UpdateCall
+from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey
+
+
+def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRef]) -> UpdateGraph:
+    """Return the callable for an update. refs: the places of the tensors that it writes."""
+    context = context_for_later()
+
+    def compile_for(
+        key: UpdateKey, args: Sequence[Any], call: UpdateCall, attempt: Attempt, dump: Dump
+    ) -> CompiledUpdate:
+        with tracing(context), torch.no_grad():
+            annotation = annotated_update(module, key, config, attempt, dump, args, call)
+            run = lower(annotation, annotation.examples(args, call), config, dump, attempt)
+            return CompiledUpdate(run, annotation.inputs)
+
+    def falling_back(compile_with: Callable[[Attempt, Dump], Any], attempt: Attempt) -> Any:
+        return fall_back(compile_with, config, dump_of, attempt)
+
+    def dump_of(config: Config, kind: str) -> Dump:
+        return Dump.of(config, module, ".".join(filter(None, ("update", kind))))
+
+    skips, moments = False, list[Moment]()
+    with left_out("skip_nonfinite", config, "an update"):
+        skips = config.skip_nonfinite and bool(gradients(module.graph))
+    without = Attempt(without=frozenset({"expand_foreach"}))
+    rounded = list[TensorRef]()
+    with left_out("round_bfloat16", config, "an update"):
+        found_rounded = in_bfloat16(module, refs) if config.rounds_stochastically else []
+        annotated_update(module, UpdateKey((), (), (), (), tuple(found_rounded)), config, without)
+        rounded = found_rounded
+    if config.moments is not None:
+        with left_out("quantize_moments", config, "an update"):
+            found = moments_of(module, refs, config.moments, in_float32=bool(rounded))
+            # try the passes now, while moments can still stay in high precision if they fail
+            annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
+            moments = found
+    predicts = config.weight_amax == "predicted" and written_only_by_optimizers(module)
+    graph = UpdateGraph(module, refs, skips, moments, bool(rounded), predicts, compile_for, falling_back)
+    examples = real_inputs(module)
+    # compile now, not in the first call: torch may raise TensorifyScalarRestartAnalysis, for Dynamo to trace anew
+    if examples is not None:
+        graph.compile(examples)
+    return graph

@@ -1,0 +1,1 @@
+"""Keep weights and moments in FP8 between steps, and compile the updates that write them."""

@@ -1,0 +1,287 @@
+"""The FP8 copy of one weight: the tensors, when they are stale, and how they are made anew.
+
+There are two kinds, by where the scale comes from: a slot of delayed scaling, or the weight itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass.base import scaling
+from fp8pass.quant import ops
+from fp8pass.quant.sharded import amax_over, groups_of, part_of
+from fp8pass.recipes import scale_of
+from fp8pass.states.slots import InstanceState
+from fp8pass.weights.weight_bounds import predicts
+
+
+class WeightCopy(ABC):
+    """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
+
+    Of a weight that is divided among ranks, each rank copies its part, f[N, K], with a scale that all ranks share.
+    stored: the names of the tensors that the copy consists of: "x_q", "x_t" or both. x_q: f8[N, K]. x_t: f8[K, N]. None
+    if it is not stored.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], stored: Sequence[str]) -> None:
+        self._parts = tuple(map(weakref.ref, parts))
+        self._made_of: Any = None
+        self._rows = [part_of(p).shape[0] for p in parts]
+        self.x_q: Tensor | None = None
+        self.x_t: Tensor | None = None
+        self.copies: list[Tensor] = []
+        self.transposes: list[Tensor] = []
+        self._was_written = False
+        """True if a compiled update has written the copy since the last call of `end_step`."""
+        self.requantized = 0
+        """Number of calls of `requantize`, which quantizes the weight outside of compiled updates."""
+        self.expected = 1
+        """Number of these calls that were unavoidable: no compiled update ran, or the slot had no scale yet."""
+        self.store(stored)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The parameters that the weight consists of."""
+        parts = [ref() for ref in self._parts]
+        assert all(p is not None for p in parts), "the parameters are gone"
+        return parts  # type: ignore[return-value]
+
+    def is_of(self, parts: Sequence[Tensor]) -> bool:
+        """Return whether this is the copy of `parts`, and not of freed parameters that had their ids."""
+        return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
+
+    @property
+    def is_gone(self) -> bool:
+        """True if a parameter of the weight does not exist any more."""
+        return any(ref() is None for ref in self._parts)
+
+    def has_part(self, ids: Set[int]) -> bool:
+        """Return whether a parameter of the weight has one of these ids."""
+        return any(id(ref()) in ids for ref in self._parts)
+
+    @property
+    def is_divided(self) -> bool:
+        """True if other ranks have other parts of the weight."""
+        return any(map(groups_of, self.parts))
+
+    @property
+    def knows_next_scale(self) -> bool:
+        """True if an update knows the scale of the next step, and so can write the copy."""
+        return True
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The names of the tensors that the copy consists of."""
+        return tuple(name for name in ("x_q", "x_t") if getattr(self, name) is not None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the copy consists of."""
+        return [getattr(self, name) for name in self.stored]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the copies take besides the weight itself."""
+        return sum(x.nbytes for x in self.tensors)
+
+    @property
+    @abstractmethod
+    def scales(self) -> Tensor:
+        """The tensor that graphs and updates find the copy's scale_inv in."""
+
+    def store(self, names: Sequence[str]) -> bool:
+        """Allocate those of `names` that are not stored yet; return whether there were any. Then all are stale."""
+        new = [name for name in names if getattr(self, name) is None]
+        first, rows = part_of(self.parts[0]), sum(self._rows)
+        # a tensor made in inference mode can't be written in place outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            for name in new:
+                shape = (rows, first.shape[1]) if name == "x_q" else (first.shape[1], rows)
+                setattr(self, name, torch.empty(shape, dtype=scaling.E4M3, device=first.device))
+        places = [(sum(self._rows[:i]), n) for i, n in enumerate(self._rows)]
+        self.copies = [] if self.x_q is None else [self.x_q.narrow(0, *place) for place in places]
+        self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *place) for place in places]
+        if new:
+            self.invalidate()
+        return bool(new)
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Note that a step begins which reads the copy."""
+
+    def is_fresh(self) -> bool:
+        """Return whether the next forward may read the copy."""
+        return self.is_of_now()
+
+    @property
+    def is_predicted(self) -> bool:
+        """True if the scale is computed from a predicted amax, or from the amax itself, and not from a history."""
+        return False
+
+    def is_of_now(self) -> bool:
+        """Return whether the copy is of the weight as it is."""
+        return self._made_of is not None and self._made_of == self._version_key()
+
+    def _made(self) -> None:
+        self._made_of = self._version_key()
+
+    def written(self) -> None:
+        """Note that a compiled update has written the copy."""
+        self._made()
+        self._was_written = True
+
+    def end_step(self) -> None:
+        """End a training step: invalidate the copy unless the compiled update rewrote it."""
+        if not self._was_written:
+            self.invalidate()
+        self._was_written = False
+
+    def invalidate(self) -> None:
+        """Mark the copy as stale: `requantize` runs before its next use."""
+        self._made_of = None
+
+    def _version_key(self) -> Any:
+        parts = [p for ref in self._parts if (p := ref()) is not None]
+        # a DTensor, and the tensor with its part, count their versions separately
+        return [(p._version, part_of(p)._version, part_of(p).data_ptr()) for p in parts]
+
+    @abstractmethod
+    def requantize(self, begins: bool = True) -> None:
+        """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
+
+
+class WeightByItself(WeightCopy):
+    """A copy that depends on the weight alone. quantizer: how it is quantized. scales: see `ops.cached_operand`."""
+
+    def __init__(self, parts: Sequence[Tensor], stored: Sequence[str], quantizer: ops.ByItself, scales: Tensor) -> None:
+        super().__init__(parts, stored)
+        self.quantizer = quantizer
+        self._scales = scales
+
+    @property
+    def scales(self) -> Tensor:
+        """The tensor that graphs and updates find the copy's scale_inv in."""
+        return self._scales
+
+    def begin_step(self) -> None:
+        """Do nothing: the copy has no history."""
+
+    def requantize(self, begins: bool = True) -> None:
+        """Quantize the weight again, eagerly."""
+        with torch.inference_mode(False), torch.no_grad():
+            parts = [part_of(p).detach() for p in self.parts]
+            ops.write_weight_by_itself(self.quantizer, parts, self.scales, self.copies, self.transposes)
+        self._made()
+        self.requantized += 1
+
+
+class DelayedWeight(WeightCopy):
+    """A copy whose scale has a slot of delayed scaling.
+
+    state, index: the state of the graph that was called last, and the column of its `SlotTensors.weight_copy_scales`
+    with the copy's scale_inv and the amax of the weight that was quantized.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], stored: Sequence[str], state: InstanceState, index: int) -> None:
+        super().__init__(parts, stored)
+        self.state = state
+        self.index = index
+        self._steps_stale = 0
+        """Number of steps begun since the step that the copy was made for."""
+        self._unchanged = 0
+        """Number of steps begun since the weight was changed."""
+        self._changes = 0
+        self._from_first_step = state.tracker.step <= 1
+        """True if the first graph that read the copy began the history of its slot, too."""
+
+    @property
+    def scales(self) -> Tensor:
+        """The tensor that graphs and updates find the copy's scale_inv in, with those of other weights."""
+        return self.state.tensors.weight_copy_scales
+
+    def use_in(self, state: InstanceState, index: int) -> None:
+        """Prepare for a call of this state's graph: copy `weight_copy_scales` from the state that was used last."""
+        if self.state is not state:
+            with torch.no_grad():
+                state.tensors.weight_copy_scales[:, index].copy_(self.scales[:, self.index])
+        self.state, self.index = state, index
+
+    def begin_step(self) -> None:
+        """Count a step that begins, reads the copy and rolls its history."""
+        self._steps_stale += 1
+        self._unchanged += 1
+
+    def is_fresh(self) -> bool:
+        """Return whether the copy is of the current weight, with the scale of the step that has begun or of the next.
+
+        A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
+        """
+        return self.is_of_now() and (self.is_predicted or self._steps_stale <= 0 or self._scale_stays())
+
+    @property
+    def is_predicted(self) -> bool:
+        """True if the scale is computed from a predicted amax, or from the amax itself, and not from a history."""
+        return predicts(self.parts)
+
+    @property
+    def knows_next_scale(self) -> bool:
+        """False for a divided weight whose ranks share amaxes once in several steps: till then each has others."""
+        reduces = self.state.reduces
+        return not self.is_divided or reduces is None or reduces.interval == 1
+
+    def _scale_stays(self) -> bool:
+        """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
+        recipe = self.state.table.delayed
+        if recipe.reads_old_scale:
+            return False
+        # a history that began with this copy holds zeros and this one amax: "max" and "most_recent" pass over the
+        # zeros, a callable may not
+        is_only_amax = self._from_first_step and self._changes == 1 and self.state.loads == 0
+        always = is_only_amax and isinstance(recipe.amax_compute_algo, str)
+        # H steps fill the history, and the amax of a step enters it when the next step begins
+        return always or self._unchanged > recipe.amax_history_len + 1
+
+    def _made(self) -> None:
+        super()._made()
+        self._unchanged = 0
+        self._changes += 1
+
+    def written(self) -> None:
+        """Note that a compiled update has written the copy; it stays stale if its slot had no scale yet."""
+        has_scale = self.state.has_scale(self.state.table.n_forward + self.index)
+        super().written()
+        self._steps_stale = -1  # 0 from the beginning of the next step on, whose scale the copy has
+        if not has_scale and not self.is_predicted:
+            self.invalidate()
+            self.expected += 1
+
+    def _version_key(self) -> Any:
+        return super()._version_key(), self.state.table.recipe, self.state.loads
+
+    def requantize(self, begins: bool = True) -> None:
+        """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
+        state = self.state
+        recipe, t = state.table.delayed, state.tensors
+        with torch.inference_mode(False), torch.no_grad():
+            parts = [part_of(p).detach() for p in self.parts]
+            # the graph that begins a step rolls histories when it runs, after this, and has the next scales
+            scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
+            amax = torch.stack([scaling.amax(p) for p in parts]).amax()
+            groups = dict.fromkeys(group for p in self.parts for group in groups_of(p))
+            own = scale_of(recipe, amax_over(amax, tuple(groups)), scaling.fp8_max(scaling.E4M3))
+            scales = torch.where((scales == 0) | self.is_predicted, own, scales)
+            ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
+            amaxes = [amax if i == self.index else None for i in range(len(scales))]
+            ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)
+        if self.is_of_now():  # the weight is as it was: no update ran that could have written the copy
+            self.expected += 1
+        else:
+            self._made()
+        self._steps_stale = 0 if begins else -1
+        self.requantized += 1

@@ -1,0 +1,298 @@
+"""Insert quantize-dequantize around one matmul call that passed all checks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from fp8pass.base.node_meta import GATHERED, PIECE, QUANTIZED, Quantized
+from fp8pass.graph.annotation import MatmulChoice
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.options import overrides
+from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
+from fp8pass.passes.common.state_inputs import NewSlot, Weight
+from fp8pass.passes.dynamo.check_matmul import CheckedCall
+from fp8pass.passes.dynamo.quantizers import Pair, is_uniform, quantizers, with_weight_of_now
+from fp8pass.quant import ops, sharded
+from fp8pass.quant.wrapper_tensor import Fp8Weight
+from fp8pass.recipes import FACTORS, KINDS, Kind, Role
+
+LIMITS = {
+    "declined": {
+        "bisect": ("`fp8pass.bisect` tries the step without it", "nothing: so it finds the culprit"),
+    },
+}
+"""Lines of docs/limits.md: see `Reject`."""
+
+
+class Walk:
+    """The state of a walk over a graph: the nodes that were added so far, and the slots that they need.
+
+    graph: the graph that the walk is in, Dynamo's or a region's. quantized: its quantized tensors, by the tensor, the
+    op, the quantizer and the group offsets. merged, quantized_in: see `DynamoContext`.
+    """
+
+    def __init__(self, context: DynamoContext) -> None:
+        self.module = context.annotation.module
+        self.graph = self.module.graph
+        self.config = context.config
+        self.names = context.names
+        self.merged = context.merged
+        self.quantized_in = context.quantized_in
+        self.smoothed = context.smoothed
+        self.grad_enabled = torch.is_grad_enabled()
+        self.slots: list[NewSlot] = []
+        self.quantized: dict[Hashable, fx.Node] = {}
+        self.mutated: set[fx.Node] = set()
+        self.by_columns: set[fx.Node] = set()
+        self.weights: dict[fx.Node, Weight] = {}
+        self.calls: Counter[Any] = Counter()
+
+
+class QuantizeCall:
+    """Inserts quantize-dequantize around one matmul call. anchor: see `SlotTable`."""
+
+    def __init__(self, walk: Walk, call: CheckedCall, choice: MatmulChoice, anchor: int) -> None:
+        self.walk = walk
+        self.graph = walk.graph
+        self.call = call
+        self.choice = choice
+        self.anchor = anchor
+
+    def rewrite(self) -> None:
+        """Replace the call with its annotated form; keep it if none of its matmuls is quantized."""
+        node, signature = self.call.node, self.call.signature
+        a, b, bias = (argument(node, where) for where in (signature.a, signature.b, signature.bias))
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        trains = self.walk.grad_enabled and node.meta["example_value"].requires_grad
+        pairs = self._quantizers(a, b, trains)
+        if not pairs:
+            return
+        with self.graph.inserting_before(node):
+            # alpha scales an operand: a float16 product may overflow before it could be scaled
+            first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
+            build = self._uniform if is_uniform(pairs, trains) else self._routed
+            y = build(first, b, pairs, trains)
+            if bias is not None:
+                y = self._call(ops.add_bias, (y, bias, node.meta["example_value"].dtype, beta), node)
+        node.replace_all_uses_with(y)
+        self.graph.erase_node(node)
+
+    def _quantizers(self, a: fx.Node, b: fx.Node, trains: bool) -> dict[Kind, Pair]:
+        """Return the quantizers of each matmul by kind; record matmuls in high precision in `choice.declined`."""
+        nodes: dict[Role, fx.Node] = {"input": a, "weight": b, "grad_output": self.call.node}
+        tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
+        pairs: dict[Kind, Pair] = {}
+        units = overrides.units_of(self.call.node, self.choice.name, self.walk.calls) if overrides.current() else {}
+        for kind in KINDS if trains else KINDS[:1]:
+            recipe, name = self.call.recipe, self.choice.name
+            pair = quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, name)
+            if self.call.node in self.walk.smoothed and not isinstance(pair, Reject):
+                pair = with_weight_of_now(kind, pair)
+            if units and not isinstance(pair, Reject):
+                pair = self._tried(units[kind], pair, tensors)
+            if isinstance(pair, Reject):
+                self.choice.declined[kind] = pair
+            else:
+                pairs[kind] = pair
+        return pairs
+
+    def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
+        """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or why it uses none."""
+        trial, (kind, call) = overrides.current(), (unit.kind, self.call)
+        assert trial is not None and kind != "moments" and kind != "saved"
+        operand_of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
+        needed = kind == "output" or tensors[operand_of[kind]].requires_grad
+        if not (trial.see(unit, call.recipe) if needed else trial.units is None):
+            return LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
+        tried = list(pair)
+        for i, role in enumerate(FACTORS[kind]):
+            if (unit, role) in trial.instead:
+                recipe = trial.instead[unit, role]
+                other = recipe and quantizers(recipe, kind, call.dims, tensors, self.walk.grad_enabled)
+                if isinstance(other, Reject):
+                    return other
+                tried[i] = other[i] if other else None
+        return tried[0], tried[1]
+
+    def _uniform(self, a: fx.Node, b: fx.Node, pairs: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """Build a call whose three matmuls read the same quantized tensors: autograd derives the backward."""
+        of_a, of_b = pairs["output"]
+        a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
+        # kernels want both operands contiguous along the sum, which for grad_input is over the weight's rows: it reads
+        # the transposed copy
+        keeps_transpose = self.walk.config.caches_transposes and a.meta["example_value"].requires_grad
+        if b_ in self.walk.weights and keeps_transpose:
+            self.walk.weights[b_] = replace(self.walk.weights[b_], stored=("x_q", "x_t"))
+        y = self._product(a_, b_)
+        return self._quantized(ops.qdq_gradient, (y, pairs["grad_input"][0]), y, "grad_output") if trains else y
+
+    def _routed(self, a: fx.Node, b: fx.Node, pairs: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """Build the product three times: for its value, for the gradient of `a`, and for the gradient of `b`.
+
+        `select_gradients` returns the first, and gives each of the other two the gradient that it computes.
+        """
+        none: tuple[None, None] = (None, None)
+        (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (pairs.get(kind, none) for kind in KINDS)
+        operand = functools.partial(self._operand, ops.qdq_no_grad)
+        y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
+        if not trains:
+            return y
+        b_for_a = operand(b, "weight", for_a, is_read=a.meta["example_value"].requires_grad)
+        y_a = self._product(a, b_for_a, "grad_input")
+        y_b = self._product(operand(a, "input", for_b), b, "grad_weight")
+        routed = y, y_a, y_b, grad_a, grad_b, *self._offs(grad_b)
+        return self._quantized(ops.select_gradients, routed, y, "grad_output")
+
+    def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
+        """Copy the call without its bias, with operands `a` and `b`. kind: the matmul that the copy stands for."""
+        node, signature = self.call.node, self.call.signature
+        if signature.product is not None and (
+            signature is GROUPED_FALLBACK or argument(node, signature.bias) is not None
+        ):
+            y = self._call(signature.product, (a, b, *self._groups()), node)
+        else:
+            y = self.graph.node_copy(node)
+            set_argument(y, signature.a, a)
+            set_argument(y, signature.b, b)
+        # AOTAutograd copies it to the matmuls of this copy's backward, where list_matmuls reads which product they are
+        y.meta["custom"] = {**y.meta["custom"], "fp8pass_kind": kind}
+        return y
+
+    def _operand(
+        self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None, is_read: bool = True
+    ) -> fx.Node:
+        """Return `x` quantized and dequantized: one node for all matmuls that read it in the same way.
+
+        is_read: False if no matmul reads it, because the matmul's result is not needed.
+        """
+        if isinstance(sharded.part_of(x.meta["example_value"]), Fp8Weight):
+            return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
+        if isinstance(quantizer, ops.Observe):  # calibration records it once for each slot name
+            return self._quantized(how, (x, quantizer), x, role)
+        offs = self._offs(quantizer)
+        # keyed by grad mode, because no gradient passes through a quantize under no_grad; and by the part of the graph,
+        # because the parts become functions, which exchange tensors in high precision
+        key = (x, how, quantizer, *offs, self.walk.grad_enabled, self.call.node.meta.get(PIECE))
+        quantized = self.walk.quantized
+        if key not in quantized and x in self.walk.quantized_in and isinstance(quantizer, ops.Delayed | ops.Dynamic):
+            node = self._call(ops.handed_over, (x, *self._quantized_once(x, role, quantizer)), x)
+            quantized[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
+        elif key not in quantized:
+            prequantizes = isinstance(quantizer, ops.Static) and self._is_constant(x)
+            parts = self._cached_parts(x, quantizer) if role == "weight" and is_read else ()
+            if parts:
+                node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
+                self.walk.weights[node] = Weight(parts, ("x_t" if ops.is_turned(quantizer) else "x_q",))
+                # unlike `operand`, `cached_operand` passes a gradient: without detach the weight would get a second one
+                quantized[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
+            else:
+                new = (x, quantizer, *offs)
+                quantized[key] = (
+                    self._prequantized(x, quantizer, role) if prequantizes else self._quantized(how, new, x, role)
+                )
+        return quantized[key]
+
+    def _quantized_once(self, x: fx.Node, role: Role, quantizer: ops.Delayed | ops.Dynamic) -> list[fx.Node]:
+        """Return the results of `quantize_once`, placed before the first reader, in the part that quantizes."""
+        quantized, piece, transposed = self.walk.quantized, self.walk.quantized_in[x], self.walk.grad_enabled
+        key = x, ops.quantize_once, quantizer, transposed
+        if key not in quantized:
+            later = (n for n in self.graph.nodes if n is self.call.node or (n.meta.get(PIECE) or 0) > piece)
+            with self.graph.inserting_before(next(later)):
+                node = quantized[key] = self._quantized(ops.quantize_once, (x, quantizer, transposed), x, role)
+                node.meta[PIECE] = piece
+                for i, example in enumerate(_quantized_like(x.meta["example_value"], quantizer.dtype, transposed)):
+                    part = quantized[(*key, i)] = self.graph.call_function(operator.getitem, (node, i))
+                    part.meta.update({PIECE: piece, "example_value": example})
+        return [quantized[(*key, i)] for i in range(2 + transposed)]
+
+    def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
+        """Return the call's group offsets if one of the quantizers works by groups; () if none does."""
+        return self._groups() if any(isinstance(q, ops.Groupwise) for q in quantizers) else ()
+
+    def _groups(self) -> tuple[fx.Node, ...]:
+        """Return the node that holds the end of each group of rows of the call; () if it has no groups."""
+        offs = argument(self.call.node, self.call.signature.offs)
+        return () if offs is None else (offs,)
+
+    def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
+        """Return the parameters that `x` consists of, if their FP8 copies are cached between steps; () if not."""
+        names, mutated = self.walk.names, self.walk.mutated
+        if not self.walk.config.caches_weights or not self.walk.grad_enabled or x.meta["example_value"].dim() != 2:
+            return ()
+        # a scale of the weight itself would need the amax of all ranks in each update: only recorded ones are shared
+        is_kept = isinstance(quantizer, ops.Delayed if sharded.groups_of(x.meta["example_value"]) else ops.Cacheable)
+        if not is_kept or names.is_gathered(x):
+            return ()
+        parts = names.parts(x)
+        copies: list[Any] = [n.args[1] for n, weight in self.walk.weights.items() if weight.parts == parts]
+        if not self.walk.config.caches_transposes and any(
+            isinstance(q, ops.Rowwise) and q != quantizer for q in copies
+        ):
+            return ()  # a copy scaled along the other dimension would take as much memory again
+        # `mutated`: the copy is made between calls, so it would lack what this graph has written into the weight
+        return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
+
+    def _is_constant(self, x: fx.Node) -> bool:
+        """Return whether `x` is a whole parameter that only the user can change, and only between two calls."""
+        walk, is_whole = self.walk, not isinstance(x.meta["example_value"], DTensor)
+        return is_whole and x in walk.names.owned and x not in walk.mutated and not walk.grad_enabled
+
+    def _prequantized(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
+        """Add a node for a parameter that is quantized once, before the calls: nothing changes it between them."""
+        value = x.meta["example_value"]
+        node = self._quantized(ops.frozen_operand, (x, quantizer, value.dtype), x, role)
+        if value.dim() == 2 and self.call.dims.contracted("output")[int(role == "weight")] == (0,):
+            self.walk.by_columns.add(node)
+        return node
+
+    def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
+        """Add a call with quantizers among its arguments; give each quantizer that has state a slot."""
+        node, walk = self._call(how, args, like), self.walk
+        tensors = []
+        for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
+            name = walk.names.slot(self.choice.name, role)
+            tensors.append(Quantized(name, role, self.choice.source))
+            if not isinstance(quantizer, ops.Stateful):
+                continue
+            # a parameter has one slot wherever it is read; an activation may be a different tensor at each line
+            line = "" if walk.names.is_owned(like) else self.choice.source
+            if self.call.node in walk.merged:
+                # an unmerged call at the same line has other scales, and must not share the state
+                line += " merged"
+            walk.slots.append(NewSlot(name, role, self.anchor, line, quantizer, node))
+        node.meta[QUANTIZED] = tensors
+        if walk.names.is_gathered(like):  # in "custom", which AOTAutograd copies to the ATen nodes
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
+        return node
+
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        # a data-dependent size must be bound by one node only, and `like` binds it
+        new.meta.update({key: value for key, value in like.meta.items() if key != "unbacked_bindings"})
+        if PIECE in self.call.node.meta:  # `like` may be in an earlier part of the graph
+            new.meta[PIECE] = self.call.node.meta[PIECE]
+        return new
+
+
+def _is_cacheable(x: Tensor) -> bool:
+    """Return whether `x` is a parameter in high precision. A sharded one qualifies: each rank copies its shard."""
+    return isinstance(x, torch.nn.Parameter) and not isinstance(sharded.part_of(x), Fp8Weight)
+
+
+def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:
+    """Return tensors like the results of `quantize_once`."""
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    copies = [x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype)]
+    return [x.new_empty((), dtype=torch.float32), *copies[: 1 + transposed]]
