@@ -1,26 +1,29 @@
-"""Count what lies between the files of fp8pass: rooms and arrows, what is loaded, features, and a graph's path.
+"""Count what lies between the files of fp8pass: imports between folders, what is loaded, features, and a graph's path.
 
     python bench/house.py
 
 A room is a folder of `fp8pass/` or `passes/`, or a file at their top; an arrow leads from a room to one that it
-imports, within functions too. A file knows a feature if its text matches the feature's pattern. The path of a graph is
-the functions outside of `passes/` that get a graph while `compile_graph` compiles one, in the order of their calls.
+imports, within functions and for type checkers too. A file knows a feature if its text matches the feature's pattern.
+The path of a graph is the functions outside of `passes/` that get a graph while `compile_graph` compiles one, in the
+order of their calls.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rooms import ROOT, between_rooms, circles, modules, room_of
+import networkx
 
+ROOT = Path(__file__).parent.parent
 FEATURES = {
     "weight cache": r"[Cc]ached_?[Ww]eight|weight_cache|fp8_weight|\.cached\b",
     "monitor": r"[Mm]onitor|[Ww]atch(Table|_operand|_cached|_gradient)|\b(WATCHED|Watched)\b",
@@ -46,6 +49,45 @@ LOADED = """
 import json, sys
 print(json.dumps([m.__file__ for n, m in sorted(sys.modules.items()) if n.partition(".")[0] == "fp8pass"]))
 """
+
+
+def modules() -> dict[str, Path]:
+    """Return {name of a module, like "fp8pass.graph.builder": its file}."""
+    found = {}
+    for top, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass.passes")):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            parts = file.relative_to(ROOT / top).with_suffix("").parts
+            if top == "passes" or parts[0] != "passes":  # some checkouts have a link fp8pass/passes
+                found[".".join((package, *parts)).removesuffix(".__init__")] = file
+    return found
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: "graph" for "fp8pass.graph.builder", "passes.joint", "fp8pass" for the package."""
+    parts = module.split(".")[1:]
+    depth = 2 if parts[:1] == ["passes"] else 1
+    return ".".join(parts[:depth]) or "fp8pass"
+
+
+def between_rooms() -> networkx.DiGraph:
+    """Return the graph of rooms: an edge leads from a room to one that it imports."""
+    files = modules()
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(map(room_of, files))
+    for name, file in files.items():
+        rooms = {room_of(imported) for imported in _imports(ast.parse(file.read_text()), files)}
+        graph.add_edges_from((room_of(name), room) for room in rooms - {room_of(name)})
+    return graph
+
+
+def _imports(tree: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            wholes = (f"{node.module}.{alias.name}" for alias in node.names)
+            named = [whole if whole in files else str(node.module) for whole in wholes]
+        else:
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name for name in named if name in files)
 
 
 def lines(files: Iterable[Path]) -> int:
@@ -118,7 +160,8 @@ def returns(rooms: Iterable[str]) -> int:
 
 def _report() -> Iterator[str]:
     arrows = between_rooms()
-    yield f"rooms: {len(arrows)}, arrows: {sum(map(len, arrows.values()))}, circles: {len(circles(arrows))}"
+    circles = [circle for circle in networkx.strongly_connected_components(arrows) if len(circle) > 1]
+    yield f"rooms: {len(arrows)}, arrows: {arrows.number_of_edges()}, circles: {len(circles)}"
     yield f"import fp8pass loads {share_loaded(BARE)}"
     yield f"the first training step of a plain model loads {share_loaded(STEP)}"
     for feature in FEATURES:
@@ -134,6 +177,5 @@ def _report() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    assert Path(__file__).parent.parent == ROOT
     for line in _report():
         print(line)

@@ -23,9 +23,8 @@ sys.path.append(str(ROOT / "bench"))  # for the tables of what was measured
 import diagram  # noqa: E402
 import kernel_times  # noqa: E402
 import limits  # noqa: E402
-import rooms_drawing  # noqa: E402
 from measured import TABLES, printed  # noqa: E402
-from sections import demo, dumps, example, graphs, monitor_cost, script, shown, table_of_passes  # noqa: E402
+from sections import demo, dumps, example, graphs, monitor_cost, script, shown, table_of_folders, table_of_passes  # noqa: E402
 
 COMMAND = ".venv/bin/python docs/generate.py"
 
@@ -37,11 +36,6 @@ class Part(NamedTuple):
     text: Callable[[], str]
 
 
-def rooms() -> str:
-    """Return the link to the drawing of the rooms, and the tables of rooms."""
-    return f"![The rooms of the code by floor](images/rooms.svg)\n\n{rooms_drawing.tables()}"
-
-
 def compile_time() -> str:
     """Return the table of bench/compile_time.py, which needs an otherwise idle machine."""
     backends = ("inductor", "casts", "torchao", "delayed", "delayed:blocks", "inductor:blocks", "explain")
@@ -49,9 +43,9 @@ def compile_time() -> str:
 
 
 FROM_SOURCES = {
+    "folders": Part("docs/architecture.md", table_of_folders),
     "passes": Part("docs/passes.md", table_of_passes),
     **{f"limits_{name}": Part("docs/limits.md", partial(limits.table, name)) for name in limits.TABLES},
-    "rooms": Part("docs/architecture.md", rooms),
     "guides": Part("docs/guides.md", partial(script, "bench/guides.py")),
     "kernels_now": Part("docs/kernels.md", kernel_times.now_table),
     "speedups_now": Part("docs/kernels.md", kernel_times.now_totals),
@@ -61,7 +55,6 @@ FROM_SOURCES = {
 """{name: part that is read from the sources, or from results that are committed}."""
 PICTURES: dict[str, Callable[[], str]] = {
     "docs/images/pipeline.svg": diagram.svg,
-    "docs/images/rooms.svg": rooms_drawing.svg,
 }
 """{path: function that returns the picture}, from the sources too."""
 _TRAFFIC_OF_STEPS = ("bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")

@@ -68,6 +68,19 @@ def table_of_passes() -> str:
     return "\n".join(rows)
 
 
+def table_of_folders() -> str:
+    """Return a table of the folders of fp8pass and the files at its top, with the first lines of their docstrings."""
+    tops = {path for top in ("fp8pass", "passes") for path in (ROOT / top).iterdir() if not path.is_symlink()}
+    files = {path: path / "__init__.py" if path.is_dir() else path for path in sorted(tops)}
+    rows = ["| folder or file | what lives there |", "|---|---|"]
+    for path, file in files.items():
+        if file.suffix == ".py" and path.name != "__init__.py" and file.exists():
+            doc = ast.get_docstring(ast.parse(file.read_text())) or ""
+            name = f"{path.relative_to(ROOT)}/" if path.is_dir() else str(path.relative_to(ROOT))
+            rows.append(f"| [`{name}`](../{file.relative_to(ROOT)}) | {doc.splitlines()[0]} |")
+    return "\n".join(rows)
+
+
 SMALL_LAYER = """
 import torch
 layer = torch.nn.Linear(64, 32, bias=False)

@@ -19,7 +19,6 @@ from fp8pass.graph.pass_base import DynamoContext, Pass
 from fp8pass.options.config import Config
 from fp8pass.passes.dynamo import save_fp8
 from fp8pass.passes.dynamo.find_layers import FindLayers, Piece, find
-from fp8pass.passes.dynamo.insert_monitors import InsertMonitors
 from fp8pass.passes.dynamo.split_sizes import has_symbols
 from fp8pass.recipes import Schedule
 from fp8pass.report.report import Report, publish
@@ -79,9 +78,10 @@ def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:
 
 
 def _dynamo_passes(config: Config, attempt: Attempt) -> list[Pass[DynamoContext]]:
-    leave = {*attempt.without, *(() if config.monitor else (InsertMonitors.name,))}
-    if config.recipe is None:
-        leave.update(order.ABOUT_RECIPES)
-    if attempt.form == "declined":  # Annotate still runs, to record the reason
-        leave.update({*order.ABOUT_RECIPES, "insert_monitors"} - {"annotate"})
+    leave = {*attempt.without}
+    for option, names in order.ONLY_WITH.items():
+        if not getattr(config, option):
+            leave.update(names)
+        elif attempt.form == "declined":
+            leave.update({*names} - {"annotate"})  # which records the reason
     return [p for p in order.DYNAMO if p.name not in leave]

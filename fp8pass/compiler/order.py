@@ -100,11 +100,14 @@ KERNELS: tuple[Pass[KernelsContext], ...] = (
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
 
 
-ABOUT_RECIPES = (
-    "inline_composites", "write_matmuls", "convolutions_as_matmuls", "smooth_swiglu", "find_layers", "merge_siblings",
-    "split_sizes", "annotate", "outline_layers",
-)  # fmt: skip
-"""The names of passes that have nothing to do without a recipe."""
+ONLY_WITH = {
+    "recipe": (
+        "inline_composites", "write_matmuls", "convolutions_as_matmuls", "smooth_swiglu", "find_layers",
+        "merge_siblings", "split_sizes", "annotate", "outline_layers",
+    ),
+    "monitor": ("insert_monitors",),
+}  # fmt: skip
+"""{option: names of the passes of `DYNAMO` that have nothing to do without it}."""
 
 
 def __getattr__(name: str) -> Any:

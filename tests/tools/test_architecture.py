@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import house
 import pytest
-import rooms
-import rooms_drawing
 import torch
 import torch.distributed as dist
-from diagram import WIDTH
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -25,7 +22,7 @@ import fp8pass
 from fp8pass.compiler.compiled_graph import CompiledGraph
 from tests.helpers.harness import compiled, without_caches
 
-PAGE = rooms.ROOT / "docs" / "architecture.md"
+PAGE = house.ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text()
 WALKS = {
     "The life of one matmul": {"While the model is compiled": "compile", "In the second step": "step 2"},
@@ -40,26 +37,6 @@ WALKS = {
 """The parts of each walk, by their headings, and the parts of a training that they tell: see `train`."""
 CONDITIONS = {"with Inductor": "inductor", "op by op": "eager"}
 """The condition that a step names, and the lowering that it stands for."""
-
-
-def test_the_drawing_is_that_of_the_imports() -> None:
-    assert (PAGE.parent / "images" / "rooms.svg").read_text() == rooms_drawing.svg(), "python docs/generate.py"
-    floors = rooms_drawing.boxes(0.0)
-    assert {box.room for floor in floors for box in floor} == set(rooms.between_rooms())
-    for floor in floors:
-        assert floor[0].x >= rooms_drawing.LEFT and floor[-1].x + floor[-1].width <= WIDTH
-        assert all(a.x + a.width < b.x for a, b in itertools.pairwise(floor))
-
-
-def test_the_tables_are_those_of_the_docstrings() -> None:
-    assert rooms_drawing.tables() in TEXT, "python docs/generate.py"
-
-
-def test_each_arrow_leads_to_the_floor_below() -> None:
-    arrows = rooms_drawing.arrows_drawn()
-    level = {room: number for number, floor in enumerate(rooms.floors(rooms.between_rooms())) for room in floor}
-    assert {level[above] - level[below] for above, below in arrows} == {1}
-    assert {above for above, _ in arrows} == {room for room, number in level.items() if number}
 
 
 class Named(NamedTuple):
@@ -112,7 +89,7 @@ def functions(file: str) -> dict[int, str]:
                 found[min([child.lineno, *(d.lineno for d in child.decorator_list)])] = name.removesuffix(".")
             visit(child, name)
 
-    visit(ast.parse((rooms.ROOT / file).read_text()), "")
+    visit(ast.parse((house.ROOT / file).read_text()), "")
     return found
 
 
@@ -135,7 +112,7 @@ class Recorder:
         self.calls: dict[str, list[tuple[str, str]]] = {}
         self._part = ""
         self._names = {
-            (str(rooms.ROOT / file), line): (file, function)
+            (str(house.ROOT / file), line): (file, function)
             for file in {file for file, _ in wanted}
             for line, function in functions(file).items()
             if (file, function) in wanted

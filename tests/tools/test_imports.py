@@ -6,13 +6,13 @@ import ast
 from pathlib import Path
 from typing import Any
 
+import house
 import pytest
-import rooms
 
 import fp8pass
 from tests.helpers.asked import ask
 
-LINES = {name: len(file.read_text().splitlines()) for name, file in rooms.modules().items()}
+LINES = {name: len(file.read_text().splitlines()) for name, file in house.modules().items()}
 IMPORT = "import fp8pass\n"
 STEP = """
 import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import rooms
+import house
 
-STATES = rooms.ROOT / "fp8pass" / "states"
+STATES = house.ROOT / "fp8pass" / "states"
 CLASSES = {"InstanceState": "slots.py", "StepTracker": "step_tracker.py", "ReductionState": "reduction_state.py"}
 FILLED_ELSEWHERE = {
     "derived": {"slots.py", "prequantized.py", "weight_cache.py"},
@@ -41,7 +41,7 @@ def written(node: ast.AST, of_class: str = "") -> Iterator[tuple[str, str]]:
 def writers(name: str) -> dict[str, set[str]]:
     """Return the files that write each field, whatever they call the object."""
     found: dict[str, set[str]] = {field: set() for field in fields(name)}
-    for file in (f for f in rooms.modules().values() if f.parts[len(rooms.ROOT.parts)] == "fp8pass"):
+    for file in (f for f in house.modules().values() if f.parts[len(house.ROOT.parts)] == "fp8pass"):
         for attribute, of_class in written(ast.parse(file.read_text())):
             if attribute in found and of_class in ("", name):
                 found[attribute].add(file.name)

@@ -9,8 +9,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import house
 import pytest
-import rooms
 
 OPENINGS = ("What", "Of", "Whether", "And", "Not", "But", "See the function")
 """Openings that the first line of a function's docstring, or of a pass's, may not have, for a verb is missing."""
@@ -33,7 +33,7 @@ FIRST_LINES = ("of its own",)
 """Idioms that a first line may not use: say "its own"."""
 
 
-FILES = rooms.modules() | {f"bench.{file.stem}": file for file in sorted((rooms.ROOT / "bench").glob("*.py"))}
+FILES = house.modules() | {f"bench.{file.stem}": file for file in sorted((house.ROOT / "bench").glob("*.py"))}
 
 
 def docstrings() -> Iterator[tuple[str, str, str]]:
@@ -98,7 +98,7 @@ def test_no_text_says(idiom: str) -> None:
     assert not found
 
 
-PAGES = [*rooms.ROOT.glob("*.md"), *rooms.ROOT.glob("docs/*.md"), *rooms.ROOT.glob("passes/*.md")]
+PAGES = [*house.ROOT.glob("*.md"), *house.ROOT.glob("docs/*.md"), *house.ROOT.glob("passes/*.md")]
 
 
 def prose(page: str) -> str:
