@@ -602,8 +602,8 @@ def cuts_fast() -> Iterator[None]:
     The cut is the same as by networkx's default, preflow-push: both put on the sink's side all nodes that still reach
     the sink, which are the same for every maximum flow. Preflow-push takes several times as long on training graphs.
     """
-    import networkx  # type: ignore[import-untyped]
-    from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
+    import networkx
+    from networkx.algorithms.flow import boykov_kolmogorov
 
     plain = networkx.minimum_cut  # torch calls it by this name, and leaves the algorithm to its default
     networkx.minimum_cut = functools.partial(plain, flow_func=boykov_kolmogorov)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from fp8pass.base import scaling
 from fp8pass.base._torch import pytree
 from fp8pass.base.errors import Fp8Error
+
+sys.modules.setdefault("fp8pass.scaling", scaling)  # of this name in older dumps, which import this module first
 
 _on: list[torch.device] = []
 """The device of `--device`, which replaces the devices in the graph; empty if the option is not given."""

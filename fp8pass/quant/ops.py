@@ -22,7 +22,7 @@ from fp8pass.base import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.random_bits import keys_of as keys_of
-from fp8pass.quant.sharded import Sharding, amax_over, copy_of, groups_of, on_part, part_of, recorded_over, with_part
+from fp8pass.quant.sharded import Division, amax_over, copy_of, groups_of, on_part, part_of, recorded_over, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -837,7 +837,7 @@ def decode_moment(
     index: int,
     dtype: torch.dtype,
     blocks: Tensor | None = None,
-    division: Sharding | None = None,
+    division: Division | None = None,
 ) -> Tensor:
     """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1 or 2, b], see `Fp8Moment`.
 

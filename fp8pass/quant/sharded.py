@@ -61,7 +61,7 @@ def with_part(x: Tensor, part: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Sharding:
+class Division:
     """How a tensor is sharded: what `with_part` takes from a DTensor, to make one where there is none."""
 
     mesh: DeviceMesh
@@ -73,7 +73,7 @@ class Sharding:
         """Return Python code, because graphs print it among the arguments of ops."""
         return f"Division({list(self.shape)}, {str(self.placements)!r})"
 
-    def __deepcopy__(self, _: Any) -> Sharding:
+    def __deepcopy__(self, _: Any) -> Division:
         """Return itself, for copies of a graph: a mesh is not copied."""
         return self
 
@@ -83,11 +83,11 @@ class Sharding:
         return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
 
 
-def division_of(x: Tensor) -> Sharding | None:
+def division_of(x: Tensor) -> Division | None:
     """Return how `x` is sharded; None for a plain tensor."""
     if not isinstance(x, DTensor):
         return None
-    return Sharding(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
+    return Division(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
 
 
 def sizes_of_parts(x: Tensor) -> list[int]:

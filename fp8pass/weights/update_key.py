@@ -9,7 +9,7 @@ import torch
 
 from fp8pass.quant.moments import Format, MomentKind
 from fp8pass.quant.ops import ByItself
-from fp8pass.quant.sharded import Sharding
+from fp8pass.quant.sharded import Division
 from fp8pass.recipes import DelayedScaling
 
 TensorRef = int | str
@@ -64,7 +64,7 @@ class Moment:
     ref: TensorRef
     stored_as: Format
     dtype: torch.dtype
-    division: Sharding | None = None
+    division: Division | None = None
 
     @property
     def kind(self) -> MomentKind:

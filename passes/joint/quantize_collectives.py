@@ -46,7 +46,9 @@ class QuantizeCollectives:
         """Rewrite collectives; note why where one is refused. Return the number of rewritten collectives."""
         applied = 0
         if any(n.target in COLLECTIVES for n in graph.nodes):
-            from fp8pass.passes.joint.rewriter import rewrite_all  # here: most models train without collectives
+            from fp8pass.passes.joint.collective_rewriter import (
+                rewrite_all,  # here: most models train without collectives
+            )
 
             applied = rewrite_all(graph, context, self.name)
         for node in [n for n in graph.nodes if n.target is SHARED]:  # only a mark for this pass; run, it would copy

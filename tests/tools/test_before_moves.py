@@ -16,6 +16,7 @@ import fp8pass
 from fp8pass.dump import replay
 from tests.golden.make_before_moves import CONFIGS, STEPS, Dequantize, Run, arguments
 from tests.helpers import ROOT
+from tests.helpers.asked import ask
 
 FILES = ROOT / "tests" / "golden" / "before_moves"
 
@@ -55,6 +56,14 @@ def test_an_exported_program_finds_the_ops() -> None:
 def results(file: Path) -> dict[str, Any]:
     made = runpy.run_path(str(file))
     return replay.run(made["GRAPH"], made["INPUTS"], made["ATTRIBUTES"])
+
+
+def test_a_dump_imports_a_function_by_the_name_that_its_module_had() -> None:
+    """As one of `smooth_swiglu` does."""
+    lines = (
+        "from fp8pass.dump import replay\nfrom fp8pass.scaling import channel_scales\nfound = channel_scales.__module__"
+    )
+    assert ask("tests.helpers.fresh", lines)["found"] == "fp8pass.base.scaling"
 
 
 def test_dumps_run() -> None:

@@ -78,7 +78,7 @@ def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path)
         for source, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):
             ignored = shutil.ignore_patterns("__pycache__", "passes")
             shutil.copytree(ROOT / source, target / package, ignore=ignored)
-    with (changed / "fp8pass" / "passes" / "rewrite" / "operand_layout.py").open("a") as file:
+    with (changed / "fp8pass" / "passes" / "joint" / "operand_layout.py").open("a") as file:
         file.write("# changed\n")
 
     delayed = ["delayed"]

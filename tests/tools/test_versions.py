@@ -18,7 +18,7 @@ from fp8pass.base.versions import required_names
 from tests.helpers import ROOT
 from tests.helpers.asked import ask
 
-NAMES = ROOT / "fp8pass" / "_torch.py"
+NAMES = ROOT / "fp8pass" / "base" / "_torch.py"
 (UP_FRONT,) = (node for node in ast.parse(NAMES.read_text()).body if isinstance(node, ast.With))
 IMPORTED = [(n.module, a.name) for n in UP_FRONT.body if isinstance(n, ast.ImportFrom) for a in n.names]
 WAYS_IN = {
