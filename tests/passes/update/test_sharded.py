@@ -15,7 +15,7 @@ from fp8pass.compiler.update_passes import annotated_update
 from fp8pass.options.config import Config
 from fp8pass.quant.moments import Moments
 from fp8pass.quant.random_bits import bits_like, key_at, keys_of
-from fp8pass.quant.sharded import Sharding, division_of, first_index, part_of, sizes_of_parts
+from fp8pass.quant.sharded import Division, division_of, first_index, part_of, sizes_of_parts
 from fp8pass.train.training_step import _check_division
 from fp8pass.weights.update_key import Moment, UpdateKey
 from tests.helpers.fake_ranks import RANKS, groups
@@ -119,7 +119,7 @@ def test_a_decoded_moment_is_divided_as_it_was() -> None:
     assert scales[0, 0] > 1 and torch.equal(
         x_q.float() * scales[0, 0], (values / scales[0, 0]).to(stored.dtype).float() * scales[0, 0]
     )
-    assert any(isinstance(n.kwargs.get("division"), Sharding) for n in annotation.module.graph.nodes)
+    assert any(isinstance(n.kwargs.get("division"), Division) for n in annotation.module.graph.nodes)
 
 
 def test_several_divisions_are_refused() -> None:
