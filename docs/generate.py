@@ -46,7 +46,7 @@ FROM_SOURCES = {
     "folders": Part("docs/architecture.md", table_of_folders),
     "passes": Part("docs/passes.md", table_of_passes),
     **{f"limits_{name}": Part("docs/limits.md", partial(limits.table, name)) for name in limits.TABLES},
-    "guides": Part("docs/guides.md", partial(script, "bench/guides.py")),
+    "guides": Part("docs/guides.md", partial(script, "-m", "tests.guides")),
     "kernels_now": Part("docs/kernels.md", kernel_times.now_table),
     "speedups_now": Part("docs/kernels.md", kernel_times.now_totals),
     **{f"measured_{name}": Part("docs/measured.md", partial(printed, name)) for name in ("h100", *TABLES)},
@@ -97,7 +97,7 @@ RUN = {
     "smooth_swiglu": Part("docs/numerics.md", partial(script, "bench/smooth_swiglu.py")),
     "compile_time": Part("docs/kernels.md", compile_time),
     "host_overhead": Part("docs/kernels.md", partial(script, "bench/host_overhead.py", "--steps", "50")),
-    "zoo": Part("docs/zoo.md", partial(script, "bench/zoo.py", "--page")),
+    "zoo": Part("docs/zoo.md", partial(script, "-m", "tests.zoo", "--page")),
 }
 """{name: part that shows what a program prints}."""
 PARTS = {**FROM_SOURCES, **RUN}

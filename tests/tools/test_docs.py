@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import generate
-import guides
 import limits
 import pytest
 import sections
@@ -22,6 +21,7 @@ from diagram import stages, svg
 
 import fp8pass
 from fp8pass.compiler import order
+from tests import guides
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"

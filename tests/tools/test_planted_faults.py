@@ -1,22 +1,22 @@
-"""Test that the list of faults that bench/planted_faults.py plants keeps up with the code."""
+"""Test that the list of faults that tests/planted_faults/plant.py plants keeps up with the code."""
 
 from __future__ import annotations
 
 import ast
 
-import faults
-import planted_faults
 import pytest
+
+from tests.planted_faults import faults, plant
 
 
 def test_each_fault_has_its_place_in_another_file() -> None:
-    places = [planted_faults.place_of(fault, planted_faults.ROOT) for fault in faults.FAULTS]
+    places = [plant.place_of(fault, plant.ROOT) for fault in faults.FAULTS]
     assert len(set(places)) == len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS) == 40
 
 
 def test_each_fault_is_python_that_does_something_else() -> None:
     for fault in faults.FAULTS:
-        text = planted_faults.place_of(fault, planted_faults.ROOT).read_text()
+        text = plant.place_of(fault, plant.ROOT).read_text()
         planted = ast.parse(text.replace(fault.before, fault.after))
         assert ast.dump(planted) != ast.dump(ast.parse(text)), fault.name
 
@@ -24,12 +24,12 @@ def test_each_fault_is_python_that_does_something_else() -> None:
 def test_a_fault_without_a_place_is_refused() -> None:
     for text in ("no such text", "from __future__ import annotations"):
         with pytest.raises(ValueError, match=r"'lost': its text is in .*; it must be once in one file"):
-            planted_faults.place_of(faults.Fault("lost", text, "", ""), planted_faults.ROOT)
+            plant.place_of(faults.Fault("lost", text, "", ""), plant.ROOT)
 
 
 def test_lines_of_a_fault_and_around_it() -> None:
     text = "A = 1\n\ndef f(x):\n    y = x\n    return (y +\n        1)\n"
     fault = faults.Fault("", "(y +\n        1)", "y", "")
-    assert planted_faults.lines_of(fault, text) == {5, 6}
-    assert planted_faults.lines_around({5, 6}, text) == {3, 4, 5, 6}
-    assert planted_faults.lines_around({1}, text) >= {1, 2, 3, 4, 5, 6}
+    assert plant.lines_of(fault, text) == {5, 6}
+    assert plant.lines_around({5, 6}, text) == {3, 4, 5, 6}
+    assert plant.lines_around({1}, text) >= {1, 2, 3, 4, 5, 6}

@@ -33,7 +33,11 @@ FIRST_LINES = ("of its own",)
 """Idioms that a first line may not use: say "its own"."""
 
 
-FILES = house.modules() | {f"bench.{file.stem}": file for file in sorted((house.ROOT / "bench").glob("*.py"))}
+OTHERS = ("bench/*.py", "tests/guides.py", "tests/planted_faults/*.py", "tests/zoo/*.py")
+"""Files whose texts are checked too, beside those of the package."""
+FILES = house.modules() | {
+    f"{file.parent.name}.{file.stem}": file for pattern in OTHERS for file in sorted(house.ROOT.glob(pattern))
+}
 
 
 def docstrings() -> Iterator[tuple[str, str, str]]:

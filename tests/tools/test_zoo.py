@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import zoo_row
-import zoo_toys
 from torch import nn
-from zoo_catalogue import Entry, catalogue
-from zoo_page import BEYOND, page, problems
-from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, compare, eager_step, shaken
-from zoo_rows import Rows, third
-from zoo_sums import ExactSums
-from zoo_timm import practised
 
 from tests.helpers import ROOT
+from tests.zoo import row as zoo_row
+from tests.zoo import toys
+from tests.zoo.catalogue import Entry, catalogue
+from tests.zoo.page import BEYOND, page, problems
+from tests.zoo.row import Beside, Failed, Matmuls, Row, Sample, beside, compare, eager_step, shaken
+from tests.zoo.rows import Rows, third
+from tests.zoo.sums import ExactSums
+from tests.zoo.timm_models import practised
 
 ENTRIES = catalogue()
 EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "AlbertForMaskedLM")
@@ -58,7 +58,7 @@ def test_every_model_trains(name: str) -> None:
 def test_the_page_has_every_model() -> None:
     text = (ROOT / "docs" / "zoo.md").read_text()
     listed = {*re.findall(r"^\| (\S+) \|", text, re.MULTILINE), *re.findall(r"`(\S+)`", text)}
-    assert listed >= set(ENTRIES), "python bench/zoo.py, and then python docs/generate.py zoo"
+    assert listed >= set(ENTRIES), "python -m tests.zoo, and then python docs/generate.py zoo"
 
 
 def test_what_begins_small_is_grown_and_nothing_is_dropped() -> None:
@@ -205,9 +205,9 @@ def test_matmuls_are_counted() -> None:
 
 def test_configurations_are_small() -> None:
     transformers = pytest.importorskip("transformers")
-    config = zoo_toys.toy(transformers.LlamaConfig)
+    config = toys.toy(transformers.LlamaConfig)
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size, config.use_cache) == (64, 1, 256, False)
-    both = zoo_toys.toy(transformers.CLIPConfig, text_config={"hidden_size": 32})
+    both = toys.toy(transformers.CLIPConfig, text_config={"hidden_size": 32})
     assert (both.text_config.hidden_size, both.vision_config.hidden_size) == (32, 64)
 
 

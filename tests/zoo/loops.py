@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import zoo_toys
 from torch import Tensor, nn
-from zoo_row import OPTIONS, STEPS, Failed, Matmuls, Row
 
 import fp8pass
+from tests.zoo import toys
+from tests.zoo.row import OPTIONS, STEPS, Failed, Matmuls, Row
 
 MICROBATCHES = 2
 LOSS = 0.02
@@ -133,7 +133,7 @@ def of_transformers(name: str, optimizers: Callable[[nn.Module], list[torch.opti
     import transformers
 
     model_class = getattr(transformers, name)
-    model = model_class(zoo_toys.toy(model_class.config_class)).train()
+    model = model_class(toys.toy(model_class.config_class)).train()
     return Loop(model, optimizers, torch.randint(3, 200, (4, 32)), options)
 
 

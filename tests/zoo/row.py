@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo_sums import exact_sums, exactly_if_asked
 
 import fp8pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.options.config import make_config
 from fp8pass.report.report import Report, collect
+from tests.zoo.sums import exact_sums, exactly_if_asked
 
 aten = torch.ops.aten
 STEPS = 3

@@ -13,7 +13,6 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_map_only
-from zoo_row import Failed, Row, Sample, Subject, loss_of
 
 from fp8pass.backend import compile_graph
 from fp8pass.hardware import TARGETS
@@ -21,6 +20,7 @@ from fp8pass.inspect.fake_cuda import FakeCuda, fakes
 from fp8pass.options.config import make_config
 from fp8pass.report.report import collect
 from fp8pass.states.slots import InstanceState, registry
+from tests.zoo.row import Failed, Row, Sample, Subject, loss_of
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Train models of other projects in FP8, and write a row of results for each.
 
-python bench/zoo.py [name ...]      make the rows that do not exist yet, or those named, as files in build/zoo
-    --keep                          write all rows into bench/zoo_rows.jsonl, which git tracks
+python -m tests.zoo [name ...]      make the rows that do not exist yet, or those named, as files in build/zoo
+    --keep                          write all rows into tests/zoo/rows.jsonl, which git tracks
     --lowering inductor             train with Inductor; the default is eager
     --lowering h100 | sm_120        generate code for an H100, or for an RTX 5090
     --lowering explain              only explain the models, without training
@@ -39,15 +39,16 @@ os.environ["FP8PASS_ON_FAULT"] = "raise"
 
 import torch._dynamo.backends.inductor
 import torch._inductor.compile_fx
-import zoo_row
 from torch._dynamo import config as dynamo_config
-from zoo_catalogue import Entry, catalogue
-from zoo_lowerings import Explained, ForGpu, ThroughInductor
-from zoo_page import page, problems
-from zoo_rows import TRAINED, Rows, third
 
-ROOT = Path(__file__).parent.parent
-ROWS = Rows(ROOT / "build" / "zoo", ROOT / "bench" / "zoo_rows.jsonl")
+from tests.zoo import row as zoo_row
+from tests.zoo.catalogue import Entry, catalogue
+from tests.zoo.lowerings import Explained, ForGpu, ThroughInductor
+from tests.zoo.page import page, problems
+from tests.zoo.rows import TRAINED, Rows, third
+
+ROOT = Path(__file__).parents[2]
+ROWS = Rows(ROOT / "build" / "zoo", ROOT / "tests" / "zoo" / "rows.jsonl")
 SECONDS = 300
 """CPU seconds that a row may take; they do not depend on what else the machine runs."""
 

@@ -1,4 +1,4 @@
-"""Forty faults, each in a different file, which a compiler engineer could make; `planted_faults.py` plants them.
+"""Forty faults, each in a different file, which a compiler engineer could make; `plant.py` plants them.
 
 A fault is found by its text, not by its line, so that it survives edits and moves of files. Each changes a few
 characters, and changes what the product does on a CPU.

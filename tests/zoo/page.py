@@ -41,7 +41,7 @@ _EXCUSED = (
     "eager's gradients change about as much if a few lines without fp8pass round the operands of eager's matmuls to\n"
     "FP8 (this cosine is in brackets). Either the terms of a sum in the gradient cancel out, so that mostly rounding\n"
     "errors are left, or rounding sends a token to another expert. The list has at most three parameters of a model,\n"
-    "those with the lowest cosines; bench/zoo_rows.jsonl has all."
+    "those with the lowest cosines; tests/zoo/rows.jsonl has all."
 )
 
 _CANCELLED = (

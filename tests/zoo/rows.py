@@ -1,4 +1,4 @@
-"""Store the zoo's rows: each is a file in build/zoo after it is made, and a line of zoo_rows.jsonl if kept."""
+"""Store the zoo's rows: each is a file in build/zoo after it is made, and a line of rows.jsonl if kept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo_catalogue import Entry
-from zoo_row import Row
+from tests.zoo.catalogue import Entry
+from tests.zoo.row import Row
 
 Made = dict[str, Any]
 """A row as JSON, with package, kind, date, commit and versions."""

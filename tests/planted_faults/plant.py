@@ -2,7 +2,7 @@
 
     measured="-p pytest_cov --cov=fp8pass --cov=passes --cov-branch --cov-context=test"
     bash tests/run.sh $measured --durations=0 -vv > build/log
-    python bench/planted_faults.py --contexts .coverage --durations build/log
+    python -m tests.planted_faults.plant --contexts .coverage --durations build/log
 
 The coverage file says which tests reach the lines of a fault. They run with `-x`: first those of the file's own test
 file, then the fastest, up to `--most` seconds by the log. Then, unless `--reached-only` is given, the whole suite runs
@@ -33,9 +33,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from faults import FAULTS, Fault
+from tests.planted_faults.faults import FAULTS, Fault
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CHUNKS = (40, 200)
 """After so many tests a new pytest process begins: collecting all that reach a fault takes longer than the first."""
 LIMIT = 1800

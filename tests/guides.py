@@ -1,6 +1,6 @@
 """Print what five public guides to FP8 describe, statement by statement, with what fp8pass does and what shows it.
 
-    python bench/guides.py
+    python -m tests.guides
 
 Exits with 1 if a test, script or page that a row names does not exist. `docs/guides.md` has the printed tables.
 """

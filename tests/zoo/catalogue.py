@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import zoo_toys
 from torch import Tensor
-from zoo_diffusion import diffusion
-from zoo_loops import LOOPS, of_transformers
-from zoo_row import Sample, Subject
-from zoo_timm import vision
-from zoo_torch import MODULES, OPERATORS, Made, module, operator
+
+from tests.zoo import toys
+from tests.zoo.diffusion import diffusion
+from tests.zoo.loops import LOOPS, of_transformers
+from tests.zoo.row import Sample, Subject
+from tests.zoo.timm_models import vision
+from tests.zoo.torch_models import MODULES, OPERATORS, Made, module, operator
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def texts(batch: int, config: Any) -> dict[str, Tensor]:
 
 def pixels(batch: int, config: Any) -> dict[str, Tensor]:
     """Return images of the configuration's size."""
-    size = getattr(getattr(config, "vision_config", config), "image_size", zoo_toys.IMAGE)
+    size = getattr(getattr(config, "vision_config", config), "image_size", toys.IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return {"pixel_values": torch.randn(batch, 3, height, width)}
 
@@ -64,7 +65,7 @@ def told_of_images(batch: int, config: Any) -> dict[str, Tensor]:
 
 def video(batch: int, config: Any) -> dict[str, Tensor]:
     """Return videos of eight frames."""
-    return {"pixel_values": torch.randn(batch, 8, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
+    return {"pixel_values": torch.randn(batch, 8, 3, toys.IMAGE, toys.IMAGE)}
 
 
 def wave(length: int, config: Any) -> dict[str, Tensor]:
@@ -188,7 +189,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
     "FunnelForMaskedLM": {"block_sizes": [2, 2, 2], "num_decoder_layers": 1},
     "GroupViTModel": {"vision_config": {"depths": [1, 1, 1]}},
-    "EsmForMaskedLM": {"vocab_size": zoo_toys.VOCABULARY, "pad_token_id": 1},
+    "EsmForMaskedLM": {"vocab_size": toys.VOCABULARY, "pad_token_id": 1},
     "NystromformerForMaskedLM": {"segment_means_seq_len": 32, "num_landmarks": 8, "conv_kernel_size": 9},
     "XmodForMaskedLM": {"default_language": "en_XX"},
     "JambaForCausalLM": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
@@ -259,13 +260,13 @@ def transformer(name: str, kind: Kind) -> Sample:
 
     transformers.logging.set_verbosity_error()
     model_class = getattr(transformers, name)
-    model = model_class(zoo_toys.toy(model_class.config_class, **GIVEN.get(name, {}))).train()
+    model = model_class(toys.toy(model_class.config_class, **GIVEN.get(name, {}))).train()
     learns = "labels" in inspect.signature(model.forward).parameters and name.endswith(_OF_LANGUAGE)
     made = [dict(kind.inputs(size, model.config)) for size in kind.sizes]
     for of in made:
         of |= {"labels": of["input_ids"]} if learns and "input_ids" in of else {}
     inputs, others = made
-    return Sample(model, inputs, others, EXPERTS if zoo_toys.experts_in_bfloat16(model) else {})
+    return Sample(model, inputs, others, EXPERTS if toys.experts_in_bfloat16(model) else {})
 
 
 EXPERTS = {"target": "h100", "min_speedup": 0.0}

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_row import Matmuls
+
+from tests.zoo.row import Matmuls
 
 Made = tuple[nn.Module, Mapping[str, Any]]
 SAMPLES = 3
