@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,43 +13,43 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor.graph import GraphLowering
 
-from fp8pass.compiler.compiled_graph import CompiledGraph
 from tests.helpers.harness import without_caches
-from tests.helpers.torchrun import VARIANTS
+from tests.helpers.torchrun import VARIANTS, OnRanks
 
 ORDER = ("ranks", "gpu_code", "tools", "inductor", "compiled", "passes")
-"""The tiers, which are folders. Long tests run first, so that no worker runs one alone at the end."""
-BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
-    "passes": ((CompiledGraph, "_run_with_state"), "this test compiles: it belongs to tests/compiled"),
-    "compiled": ((GraphLowering, "run"), "this test reaches Inductor: it belongs to tests/inductor"),
+"""The tiers, which are marks: each test has one. Long tests run first, so that no worker runs one alone at the end."""
+BEYOND = {
+    "passes": (
+        "fp8pass.compiler.compiled_graph:CompiledGraph._run_with_state",
+        "this test compiles: mark it `compiled`",
+    ),
+    "compiled": ("torch._inductor.graph:GraphLowering.run", "this test reaches Inductor: mark it `inductor`"),
 }
-"""For each tier, the function that its tests must not reach, and the message. This keeps the fast tier fast."""
-TESTS = Path(__file__).parent
-GROUPS = dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there") | {
-    name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")
-}
-"""Files whose tests share something slow: a fixture, a process that they ask. One worker runs a whole group."""
+"""For each tier, the function that its tests must not reach, and the message. This keeps the fast tier fast.
+
+Files with tests of the fast tier import Inductor and other libraries within the tests that need them.
+"""
 
 
-def stem(file: Path) -> str:
-    """Return the name of a test file without `test_`."""
-    return file.stem.removeprefix("test_")
+def tier_of(item: pytest.Item) -> str:
+    """Return the tier of a test: the one that it, or its file, is marked with."""
+    tiers = [mark.name for mark in item.iter_markers() if mark.name in ORDER]
+    if len(tiers) != 1:
+        raise pytest.UsageError(f"{item.nodeid} needs one mark of {', '.join(ORDER)}; it has {tiers or 'none'}")
+    return tiers[0]
 
 
-def tier_of(file: Path) -> str:
-    """Return the tier of a test file: the folder of tests/ that it is in."""
-    return file.parts[len(TESTS.parts)] if file.is_absolute() else file.parts[1]
+def group_of(item: pytest.Item) -> str:
+    """Return the group of a test, whose tests one worker runs, or "" if it may run on any.
 
-
-@functools.cache
-def group_of(file: Path) -> str:
-    """Return the group of a test file, or "" if its tests may run on several workers."""
-    text = file.read_text()
-    if "@on_ranks" in text:
-        return "ranks"  # whose launch runs the functions of all these files
-    return GROUPS.get(stem(file), str(file) if "pytest.mark.shares_code" in text else "")
+    Tests of a group share something slow: the launch of the ranks, compiled code, or what their `xdist_group` names.
+    """
+    if mark := item.get_closest_marker("xdist_group"):
+        return str(mark.args[0])
+    if item.get_closest_marker("ranks") and any(isinstance(v, OnRanks) for v in vars(item.module).values()):  # type: ignore[attr-defined]
+        return "ranks"
+    return item.path.stem if item.get_closest_marker("shares_code") else ""
 
 
 def shares_code(item: Any) -> bool:
@@ -70,6 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "shares_code: uses code again that Dynamo has compiled for earlier tests of this file"
     )
     config.addinivalue_line("markers", "variant: runs with --variants only; a similar test runs without it")
+    config.addinivalue_line("markers", "xdist_group(name): one worker runs all tests with this name")
+    if getattr(config.option, "dist", "no") == "load":  # pytest-xdist's default, which knows no groups
+        config.option.dist = "loadgroup"
     os.environ["FP8PASS_ON_FAULT"] = "raise"  # the environment also reaches the processes that tests start
     if config.getoption("variants"):
         os.environ[VARIANTS] = "1"
@@ -79,25 +82,22 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("torch.__trace").propagate = True
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests of a group to one worker."""
-    if config.getoption("dist") != "load":
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test of the tier that `-m` names, so that what only they need is not imported."""
+    if config.option.markexpr not in ORDER or not collection_path.name.startswith("test_"):
         return None
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = lambda test: group_of(config.rootpath / test.partition("::")[0]) or test
-    return scheduler
+    return f"pytest.mark.{config.option.markexpr}" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:
-        item.add_marker(tier_of(item.path))
+        item.user_properties.append(("tier", tier_of(item)))
+        if group := group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
-    items.sort(key=lambda item: (ORDER.index(tier_of(item.path)), not group_of(item.path)))
+    items.sort(key=lambda item: (ORDER.index(tier_of(item)), not group_of(item)))
     left_out = [i for i in items if i.get_closest_marker("variant") and not config.getoption("variants")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
@@ -109,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     seconds: dict[str, float] = defaultdict(float)
     reports = (report for kind in terminalreporter.stats.values() for report in kind)
     for report in (report for report in reports if isinstance(report, pytest.TestReport)):
-        tier = tier_of(Path(report.nodeid.partition("::")[0]))
+        tier = str(dict(report.user_properties)["tier"])
         tests[tier].add(report.nodeid)
         seconds[tier] += report.duration
     for tier in ORDER:
@@ -127,11 +127,12 @@ def _forgetful() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _within_its_tier(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that reaches more than its tier allows, except variants and tests for a GPU, which may."""
-    reached, advice = BEYOND.get(tier_of(request.path), (None, ""))
-    if reached is None or request.node.get_closest_marker("variant") or request.node.get_closest_marker("gpu"):
+    reached, advice = BEYOND.get(tier_of(request.node), ("", ""))
+    if not reached or request.node.get_closest_marker("variant") or request.node.get_closest_marker("gpu"):
         yield
         return
-    owner, name = reached
+    owner, _, name = reached.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
     with mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)) as call:
         yield
     assert not call.called, advice

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . .ci/environment.sh dev
 case "${1:-}" in
-  fast) shift; set -- tests/passes "$@" ;;
+  fast) shift; set -- -m passes "$@" ;;
   all) shift; set -- --variants "$@" ;;
 esac
 unset PYTHONDONTWRITEBYTECODE  # many processes import the same files, and use the bytecode

@@ -1,4 +1,4 @@
-"""Code that tests share: models, oracles, captured graphs, ranks, a fake GPU, and helpers of files in several tiers."""
+"""Code that tests share: models, oracles, captured graphs, ranks and a fake GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Annotates functions, for the files test_annotate.py of two tiers and for passes/annotate/test_insert_monitors.py."""
+"""Annotates functions, for tests of the passes over Dynamo's graph."""
 
 from __future__ import annotations
 

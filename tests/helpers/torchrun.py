@@ -38,11 +38,11 @@ TIMEOUT = 60
 """Seconds after which gloo gives up, which ends a test that hangs."""
 
 SHARING = (
-    "tests.ranks.test_ddp",
-    "tests.ranks.test_fsdp",
-    "tests.ranks.test_pipelining",
-    "tests.ranks.test_sharded_updates",
-    "tests.ranks.test_tensor_parallel",
+    "tests.distributed.test_ddp",
+    "tests.distributed.test_fsdp",
+    "tests.distributed.test_pipelining",
+    "tests.distributed.test_sharded_updates",
+    "tests.distributed.test_tensor_parallel",
 )
 """Modules whose functions share compiled code."""
 

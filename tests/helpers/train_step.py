@@ -1,4 +1,4 @@
-"""Decorated training steps, for the files test_train_step.py of several tiers."""
+"""Decorated training steps."""
 
 from __future__ import annotations
 

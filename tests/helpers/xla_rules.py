@@ -208,7 +208,7 @@ RULES: list[Rule] = [
     Rule("M11", "any mix of these", "accepts", "accepts", [
         moving(lambda x, m: F.pad(torch.where(m, x.permute(1, 0, 2)[:, ::2] * 3, 0.0).reshape(64, 30), (0, 2)).t(), q(4, 64, 15), B, wide(2, 15) > 0, name="mix"),
     ]),
-    Rule("M12", "all-gather, all-to-all, broadcast, collective-permute", "declines here; CollectiveQuantizer moves the convert", "accepts; `tests/passes/collectives/test_quantize_collectives.py`. torch's `permute_tensor` is an all-to-all"),
+    Rule("M12", "all-gather, all-to-all, broadcast, collective-permute", "declines here; CollectiveQuantizer moves the convert", "accepts; `tests/passes/joint/test_quantize_collectives.py`. torch's `permute_tensor` is an all-to-all"),
     Rule("M13", "concatenate, gather, reverse, negate", "declines", "accepts where exact", [
         moving(lambda x: torch.cat([x[:16], x[16:].flip(1)]), A, B, name="cat of one scale"),
         moving(lambda x: torch.cat([-x[:, 32:], x[:, :32]], 1), A, B, name="cat with a negated half"),
@@ -413,7 +413,7 @@ _HEAD = """\
 # XLA's rules, and ours
 
 Each rule by which XLA's GemmRewriter finds FP8 matmuls (read in its source, August 2026), what fp8pass does with the
-same program, and the cases of `tests/passes/test_xla_rules.py` that show it. Made by `python -m tests.helpers.xla_rules`; a test
+same program, and the cases of `tests/passes/joint/test_xla_rules.py` that show it. Made by `python -m tests.helpers.xla_rules`; a test
 compares. P: operands, M: movement between dequantize and matmul, S: structure, L: layout, T: types, E: epilogues.
 
 Every matmul that is declined has a reason with names and numbers in `fp8pass.explain`, and a conversion to float8 that

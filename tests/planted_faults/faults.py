@@ -67,14 +67,14 @@ FAULTS = (
         "for group in groups:\n        bits = all_reduce",
         "for group in groups[:1]:\n        bits = all_reduce",
         "A tensor that is divided over two dimensions of a mesh has a scale for each part.",
-        "tests/ranks/test_tensor_parallel.py",
+        "tests/distributed/test_tensor_parallel.py",
     ),
     Fault(
         "stale scale of a gathered weight",
         "weight._scale_inv = scale_inv\n        return None",
         "return None",
         "From the second gathering on, FSDP's weights are dequantized by the scale of the first.",
-        "tests/ranks/test_fsdp.py",
+        "tests/distributed/test_fsdp.py",
     ),
     Fault(
         "no room for a first moment to grow",

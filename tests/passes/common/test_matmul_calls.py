@@ -11,6 +11,8 @@ from torch import fx
 
 from fp8pass.passes.common.matmul_calls import mutates
 
+pytestmark = pytest.mark.passes
+
 CALLS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "x += y": (operator.iadd, {}, True),
     "x @= y": (operator.imatmul, {}, False),  # tensors have no `__imatmul__`: Python assigns the product

@@ -24,6 +24,8 @@ from fp8pass.passes.kernels.element_addresses import (
     simplified,
 )
 
+pytestmark = pytest.mark.passes
+
 ROWS = 24
 
 

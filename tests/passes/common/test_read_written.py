@@ -16,6 +16,8 @@ from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.quant.kernel_ops import QUANTIZE, ROUNDED
 from tests.helpers.harness import BF16, E4M3, F32, capture, on_kernels, text
 
+pytestmark = pytest.mark.passes
+
 
 def of_tensor(new: Tensor, s: Tensor) -> Tensor:
     return 448 / scaling.amax(new)

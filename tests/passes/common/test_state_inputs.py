@@ -18,6 +18,8 @@ from fp8pass.recipes import DelayedScaling, StaticScaling
 from fp8pass.weights.prequantized import PrequantizedInput
 from fp8pass.weights.weight_cache import CachedWeight, CachedWeightInput
 
+pytestmark = pytest.mark.passes
+
 
 def annotation(model: nn.Module, recipe: Any, training: bool = True, cache: str = "off") -> Annotation:
     made: list[Annotation] = []

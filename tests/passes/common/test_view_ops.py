@@ -10,6 +10,8 @@ import torch
 from fp8pass.base._torch import FakeTensorMode
 from fp8pass.passes.common import view_ops
 
+pytestmark = pytest.mark.passes
+
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.variant) for n in range(10, 40))])
 def test_which_reshapes_are_views(seed: int) -> None:

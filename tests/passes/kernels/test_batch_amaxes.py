@@ -17,6 +17,8 @@ from fp8pass.options.config import Config
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes, RecordSlot, _groups, match
 from tests.helpers.harness import BF16, E4M3, aten, capture, count, on_kernels
 
+pytestmark = pytest.mark.passes
+
 
 def step(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
     """Run two layers, of which the second waits for the first, and record the amaxes of their four operands."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8pass import hardware
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
@@ -17,6 +18,7 @@ from tests.helpers.harness import (
     F32,
     aten,
     capture,
+    compiled,
     count,
     expect_graph,
     fp8,
@@ -53,6 +55,7 @@ def operands(a: torch.dtype = E4M3, b: torch.dtype = E4M3) -> tuple[Tensor, ...]
     return fp8(32, 64, dtype=a), fp8(48, 64, dtype=b), scale(0.5), scale(0.25), torch.randn(48).to(BF16)
 
 
+@pytest.mark.passes
 def test_graph(processor: Any) -> None:
     processor(SAPPHIRE_RAPIDS)
     module = capture(linear, *operands())
@@ -79,6 +82,7 @@ return convert_element_type_default_3
     )
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("can", [SAPPHIRE_RAPIDS, GRANITE_RAPIDS, ICE_LAKE, {}])
 @pytest.mark.parametrize(("a", "b"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 def test_only_matmuls_without_a_kernel_are_emulated(processor: Any, can: Any, a: torch.dtype, b: torch.dtype) -> None:
@@ -88,6 +92,7 @@ def test_only_matmuls_without_a_kernel_are_emulated(processor: Any, can: Any, a:
     assert count(module, aten._scaled_mm.default) == (can is not SAPPHIRE_RAPIDS or a != b)
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize(
     ("can", "a", "b", "why"),
     [
@@ -107,6 +112,7 @@ def test_a_limit_of_onednn_counts_where_torch_calls_it(
     assert why in said and bool(said) == bool(why)
 
 
+@pytest.mark.passes
 def test_on_a_gpu_nothing_is_emulated(processor: Any) -> None:
     processor(SAPPHIRE_RAPIDS)
     module = capture(linear, *operands(), device="cuda")
@@ -114,6 +120,7 @@ def test_on_a_gpu_nothing_is_emulated(processor: Any) -> None:
     assert count(module, aten._scaled_mm.default) == 1
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_the_numbers_are_those_of_the_op(processor: Any, dtype: torch.dtype) -> None:
     processor(SAPPHIRE_RAPIDS)
@@ -129,6 +136,7 @@ def test_the_numbers_are_those_of_the_op(processor: Any, dtype: torch.dtype) -> 
     assert sqnr(exact.to(dtype), module(a, b, s)) > 60
 
 
+@pytest.mark.passes
 def test_fp8_results_stay(processor: Any) -> None:
     """A user's own matmul with an FP8 result stays, because only the kernel defines what happens beyond the range."""
     processor(SAPPHIRE_RAPIDS)
@@ -137,3 +145,17 @@ def test_fp8_results_stay(processor: Any) -> None:
     )
     on_kernels(module, EmulateMatmuls())
     assert count(module, aten._scaled_mm.default) == 1
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
+def test_a_model_says_so_once_a_graph(processor: Any, caplog: pytest.LogCaptureFixture, lowering: str) -> None:
+    processor(SAPPHIRE_RAPIDS)
+    model = nn.Linear(64, 32)
+    with caplog.at_level(logging.DEBUG, "fp8pass"):
+        compiled(model, recipe="dynamic", lowering=lowering)(torch.randn(16, 64)).sum().backward()
+    said = [r.getMessage() for r in caplog.records if "float32" in r.getMessage()]
+    assert said == [
+        "FP8 matmuls computed in float32: 1; with AMX, torch calls oneDNN, which has no FP8 kernel for processors "
+        "without AMX for 16-bit floats"
+    ]

@@ -15,6 +15,8 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, capture, count, expect_graph, on_kernels, scale, text
 
+pytestmark = pytest.mark.passes
+
 
 def test_graph() -> None:
     module = capture(lambda x, s: scaling.quantize(x, s, E4M3), torch.randn(4, 8, dtype=BF16), scale())

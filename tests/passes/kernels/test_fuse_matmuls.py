@@ -30,6 +30,8 @@ from fp8pass.passes.kernels.when_to_fuse import Decide
 from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, capture, count, on_kernels, scale
 
+pytestmark = pytest.mark.passes
+
 H100 = Gpu(90, 132, 232448)
 aten = torch.ops.aten
 

@@ -16,6 +16,8 @@ from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.quant.kernel_ops import LAID_OUT
 from tests.helpers.harness import capture, count, expect_graph, on_kernels
 
+pytestmark = pytest.mark.passes
+
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 

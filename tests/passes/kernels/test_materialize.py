@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8pass.base import scaling
 from fp8pass.base._torch import FORCE_STRIDE_ORDER
@@ -15,7 +15,7 @@ from fp8pass.base.node_meta import ONE_STAGE
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.materialize import MAX_AMAX_INPUT, MAX_ELEMENTS, Materialize
-from tests.helpers.harness import BF16, E4M3, aten, capture, count, expect_graph, fp8, on_kernels, scale, text
+from tests.helpers.harness import BF16, E4M3, aten, capture, compiled, count, expect_graph, fp8, on_kernels, scale, text
 
 
 def begin(buffer: Tensor, forward: Tensor, backward: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,6 +29,7 @@ def vectors() -> tuple[Tensor, ...]:
     return torch.zeros(3), torch.tensor([2.0, 4.0]), torch.tensor([8.0])
 
 
+@pytest.mark.passes
 def test_graph_of_the_scales_of_a_step() -> None:
     module = capture(begin, *vectors())
     expect_graph(
@@ -74,6 +75,7 @@ def two_matmuls(x: Tensor, w: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Ten
     return product(x_q, w.t(), s), product(x_q.view(32, 64), v.t(), s)
 
 
+@pytest.mark.passes
 def test_graph_of_an_operand_of_two_matmuls() -> None:
     module = capture(two_matmuls, torch.randn(32, 64), fp8(16, 64), fp8(48, 64), scale())
     on_kernels(module, Materialize())
@@ -114,6 +116,7 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] =
 }  # fmt: skip
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("case", SAME)
 def test_same_bits(case: str) -> None:
     function, make, forced = SAME[case]
@@ -152,6 +155,7 @@ UNTOUCHED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("case", UNTOUCHED)
 def test_graphs_that_would_gain_nothing_do_not_change(case: str) -> None:
     function, inputs = UNTOUCHED[case]
@@ -162,6 +166,7 @@ def test_graphs_that_would_gain_nothing_do_not_change(case: str) -> None:
     assert text(module) == before
 
 
+@pytest.mark.passes
 def test_graphs_with_symbolic_sizes_do_not_change() -> None:
     module = capture(lambda a, b: torch.cat([a, b]).exp()[1:], torch.rand(3), torch.rand(2), dynamic=True)
     before = text(module)
@@ -169,6 +174,7 @@ def test_graphs_with_symbolic_sizes_do_not_change() -> None:
     assert text(module) == before
 
 
+@pytest.mark.passes
 def test_amaxes_that_must_be_one_launch() -> None:
     """The amax of a history and that of the amaxes of rows are marked; that of a model's tensor is not."""
 
@@ -182,6 +188,7 @@ def test_amaxes_that_must_be_one_launch() -> None:
     assert not any(ONE_STAGE in n.meta for n in amaxes if n.target is not aten.amax.default)
 
 
+@pytest.mark.passes
 def test_an_expanded_number_whose_parts_are_read_is_not_stored() -> None:
     def gradient_of_a_sum_of_a_cat(g: Tensor) -> tuple[Tensor, Tensor]:
         expanded = (g * 2).expand(8)
@@ -192,6 +199,7 @@ def test_an_expanded_number_whose_parts_are_read_is_not_stored() -> None:
     assert count(module, FORCE_STRIDE_ORDER) == 0 and count(module, aten.slice.Tensor) == 2
 
 
+@pytest.mark.passes
 def test_an_operand_of_several_matmuls_with_a_symbolic_size() -> None:
     def twice(x: Tensor, w: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         x_q = scaling.quantize(x, s, E4M3)
@@ -208,3 +216,32 @@ def test_an_operand_of_several_matmuls_with_a_symbolic_size() -> None:
     for length in (8, 12):
         given = inputs(length)
         assert all(torch.equal(a, b) for a, b in zip(module(*given), twice(*given), strict=True))
+
+
+@pytest.mark.compiled
+def test_small_parameters_in_one_sum_train_next_to_fp8() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32)
+            self.p, self.q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(x).sum() + torch.cat([self.p, self.q]).sum()
+            return y
+
+    model = Model()
+    compiled(model, recipe="dynamic", strict=True)(torch.randn(16, 32)).backward()
+    assert model.p.grad is not None and torch.equal(model.p.grad, torch.ones(3))
+
+
+@pytest.mark.inductor
+def test_vectors_of_a_user_compile() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        return torch.cat([a, b]), torch.cat([c, c]), torch.cat([a.to(E4M3), b.to(E4M3)])
+
+    inputs = torch.rand(3), torch.rand(5), torch.tensor([True, False])
+    for wanted, got in zip(
+        function(*inputs), compiled(function, recipe=None, lowering="inductor")(*inputs), strict=True
+    ):
+        assert torch.equal(wanted.float(), got.float())

@@ -26,9 +26,10 @@ from fp8pass.passes.kernels.triton_epilogue import Read
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import Blockwise
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling
+from tests.compiler.test_triton_numerics import interpreted
 from tests.helpers.fused_matmuls import both
 from tests.helpers.harness import BF16, E4M3, E5M2, capture, count, on_kernels, run, scale
-from tests.helpers.quantize_kernels import CASES, inputs_of, scaled_by_rows
+from tests.helpers.quantize_kernels import CASES, compared, compiled, inputs_of, scaled_by_rows
 
 aten = torch.ops.aten
 X = torch.zeros(128, 192, dtype=BF16)
@@ -114,6 +115,7 @@ KINDS = {
 }
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("name", KINDS)
 def test_one_kernel_computes_all_that_is_made_of_the_same_matrices(name: str) -> None:
     (plan,) = rewritten(CASES[name][0], *inputs_of(name, 128, 192))
@@ -121,12 +123,14 @@ def test_one_kernel_computes_all_that_is_made_of_the_same_matrices(name: str) ->
     assert (plan.rows, plan.columns) == ((384, 192) if name == "siblings" else (128, 192))
 
 
+@pytest.mark.passes
 def test_amaxes_of_rows_and_columns_are_taken_by_a_kernel_of_their_own() -> None:
     amaxes, both_ways = rewritten(CASES["gated_by_rows"][0], *inputs_of("gated_by_rows", 128, 192))
     assert sorted(o.kind for o in amaxes.outputs) == ["amaxes of columns"] * 2 + ["amaxes of rows"] * 2
     assert sorted(o.kind for o in both_ways.outputs) == ["columns"] * 3 + ["rows"] * 2
 
 
+@pytest.mark.passes
 def test_amaxes_of_what_another_amax_scales_are_taken_apart() -> None:
     """One kernel for all of them would wait for itself."""
 
@@ -139,6 +143,7 @@ def test_amaxes_of_what_another_amax_scales_are_taken_apart() -> None:
     assert all(found.count("amaxes of columns") <= 1 for found in kinds)
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize(("name", "tile"), [("in_blocks", (128, 128)), ("in_columns", (128, 64))])
 def test_a_tile_holds_whole_blocks(name: str, tile: tuple[int, int]) -> None:
     (plan,) = rewritten(CASES[name][0], *inputs_of(name, 256, 128))
@@ -146,6 +151,7 @@ def test_a_tile_holds_whole_blocks(name: str, tile: tuple[int, int]) -> None:
     assert {o.kind for o in plan.outputs} == {"columns", "numbers"} | ({"rows"} if name == "in_blocks" else set())
 
 
+@pytest.mark.passes
 def test_gradients_in_blocks_of_rows_and_columns_are_quantized_by_one_kernel() -> None:
     name = "in_rows_and_columns"
     (plan,) = rewritten(CASES[name][0], *inputs_of(name, 256, 128))
@@ -153,6 +159,7 @@ def test_gradients_in_blocks_of_rows_and_columns_are_quantized_by_one_kernel() -
     assert [o.kind for o in plan.outputs].count("numbers") == 5
 
 
+@pytest.mark.passes
 def test_scales_of_blocks_lie_as_matmuls_read_them() -> None:
     """The pass removes the copy that brought the scales into the order in which the matmul reads them."""
 
@@ -166,6 +173,7 @@ def test_scales_of_blocks_lie_as_matmuls_read_them() -> None:
     assert by_blocks.target is operator.getitem
 
 
+@pytest.mark.passes
 def test_an_amax_of_blocks_that_others_read_is_written_too() -> None:
     def watched(x: Tensor) -> Any:
         blocks = x.t().reshape(128, 1, 2, 128)
@@ -177,6 +185,7 @@ def test_an_amax_of_blocks_that_others_read_is_written_too() -> None:
     assert [(o.kind, o.dtype) for o in plan.outputs] == [("columns", E4M3), ("numbers", BF16)]
 
 
+@pytest.mark.passes
 def test_heads_of_attention_are_read_where_they_are() -> None:
     module = captured(CASES["heads"][0], *inputs_of("heads", 128, 192))
     on_kernels(module, QuantizeKernels())
@@ -188,6 +197,7 @@ def test_heads_of_attention_are_read_where_they_are() -> None:
     assert count(module, aten.clone.default) == 0
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("name", ["rotated", "rotated_by_rows"])
 def test_heads_are_rotated_by_one_kernel_and_halves_computed_together(name: str) -> None:
     """Queries of 128 columns by a cat of halves, keys of 80 by scattered halves, in heads of 16."""
@@ -199,6 +209,7 @@ def test_heads_are_rotated_by_one_kernel_and_halves_computed_together(name: str)
     assert not [n for n in module.graph.nodes if n.target in (aten.cat.default, aten.slice_scatter.default)]
 
 
+@pytest.mark.passes
 def test_equal_parts_that_are_arranged_are_computed_apart() -> None:
     """As queries and keys of as many heads: a tile lies in one of them."""
     module = captured(CASES["rotated"][0], *inputs_of("rotated", 128, 128))
@@ -207,6 +218,7 @@ def test_equal_parts_that_are_arranged_are_computed_apart() -> None:
     assert [len(code.results) for _, code in plan.codes] == [4, 4]
 
 
+@pytest.mark.passes
 def test_a_small_part_is_written_before() -> None:
     """The gradients of keys that several queries share are sums: Inductor writes them, and the kernel reads."""
 
@@ -219,6 +231,7 @@ def test_a_small_part_is_written_before() -> None:
     assert [start for start, _ in plan.codes] == [0, 192]
 
 
+@pytest.mark.passes
 def test_parts_that_end_within_a_tile_are_left_to_inductor() -> None:
     def ragged(x: Tensor, y: Tensor, s: Tensor) -> Any:
         return both(torch.cat([x.view(2, 2, 64, 16).transpose(1, 2).reshape(128, 32), y], -1), s)
@@ -226,6 +239,7 @@ def test_parts_that_end_within_a_tile_are_left_to_inductor() -> None:
     assert not rewritten(ragged, torch.zeros(128, 32, dtype=BF16), torch.zeros(128, 96, dtype=BF16), scale())
 
 
+@pytest.mark.passes
 def test_what_others_read_is_not_computed_again() -> None:
     def read_twice(x: Tensor, s: Tensor) -> Any:
         y = x.view(2, 12, 64, 16).exp()
@@ -262,6 +276,7 @@ def a_part_of_zeros(x: Tensor, s: Tensor) -> Any:
     return both(torch.cat([by_position(x), torch.zeros(128, 64, dtype=BF16)], -1), s)
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("function", [two_orders, only_some, unlike_types, a_part_of_zeros])
 def test_unusual_heads_are_no_fault(function: Callable[..., Any]) -> None:
     module = captured(function, HEADS, scale())
@@ -272,6 +287,7 @@ def test_unusual_heads_are_no_fault(function: Callable[..., Any]) -> None:
         assert "r0_0 = tl.broadcast_to(r0_0, [ROWS // 4, COLUMNS])" in source_of(plans(module)[0])
 
 
+@pytest.mark.passes
 def test_heads_that_are_scaled_by_a_size_or_on_another_device_are_left_to_inductor() -> None:
     module = captured(lambda x, t, s: both(by_position(x * t), s), HEADS, torch.tensor(2.0), scale())
     (_, table, _) = module.graph.find_nodes(op="placeholder")
@@ -280,6 +296,7 @@ def test_heads_that_are_scaled_by_a_size_or_on_another_device_are_left_to_induct
     assert not plans(module)
 
 
+@pytest.mark.passes
 def test_the_kernel_is_the_same_in_each_process() -> None:
     """Results that only differ in their scale keep the order of the graph: ranks then compile one kernel."""
     found: list[str] = []
@@ -290,6 +307,7 @@ def test_the_kernel_is_the_same_in_each_process() -> None:
     assert len(set(found)) == 1
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize(
     ("shape", "axes", "n"),
     [((128, 12, 16), (2, 0, 1), 12), ((126, 12, 16), (1, 0, 2), 16)],
@@ -312,6 +330,7 @@ def what_is_computed_again(x: Tensor, s: Tensor) -> Any:
     return quantize(y, s, E4M3).t().contiguous(), y
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("function", [heads_that_grow, what_is_computed_again])
 def test_a_kernel_runs_before_its_input_is_overwritten(function: Callable[..., Any]) -> None:
     """AOTAutograd ends such a graph with a copy of the last result into the input."""
@@ -327,6 +346,7 @@ def test_a_kernel_runs_before_its_input_is_overwritten(function: Callable[..., A
     assert kernel < write
 
 
+@pytest.mark.passes
 def test_an_unlike_block_is_quantized_apart() -> None:
     def two(x: Tensor) -> Any:
         return *in_blocks(x, (0,)), *small_blocks(x)
@@ -335,6 +355,7 @@ def test_an_unlike_block_is_quantized_apart() -> None:
     assert [(b.rows, b.columns) for b in plan.blocks] == [(128, 1)]
 
 
+@pytest.mark.passes
 def test_numbers_that_two_quantizes_share_are_written_once() -> None:
     def shared(x: Tensor) -> Any:
         blocks = x.view(2, 128, 2, 128)
@@ -348,6 +369,7 @@ def test_numbers_that_two_quantizes_share_are_written_once() -> None:
     assert len({o.instead_of for o in m.made}) == len(m.made)
 
 
+@pytest.mark.passes
 def test_a_constant_may_have_the_shape_of_the_amaxes() -> None:
     def chosen(x: Tensor) -> Any:
         blocks = x.view(2, 128, 2, 128)
@@ -359,6 +381,7 @@ def test_a_constant_may_have_the_shape_of_the_amaxes() -> None:
     assert [(b.rows, b.columns) for b in plan.blocks] == [(128, 128)]
 
 
+@pytest.mark.passes
 def test_a_view_that_mixes_rows_and_columns_is_not_in_blocks() -> None:
     def mixed(x: Tensor) -> Any:
         blocks = x.t().view(2, 128, 2, 128)  # of 512 rows by 128 columns
@@ -368,6 +391,7 @@ def test_a_view_that_mixes_rows_and_columns_is_not_in_blocks() -> None:
     assert not rewritten(mixed, torch.zeros(128, 512, dtype=BF16))
 
 
+@pytest.mark.passes
 def test_amaxes_of_columns_take_rows_by_fours() -> None:
     def apart(x: Tensor) -> Any:
         y = x * 2
@@ -378,6 +402,7 @@ def test_amaxes_of_columns_take_rows_by_fours() -> None:
     assert "amaxes of columns" not in kinds
 
 
+@pytest.mark.passes
 def test_addresses_of_heads_are_as_wide_as_they_must_be() -> None:
     """The kernel computes addresses in 32 bits where the tensor has less than 2**31 elements."""
 
@@ -388,11 +413,13 @@ def test_addresses_of_heads_are_as_wide_as_they_must_be() -> None:
     assert "int64" not in source_of(plan)
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("function", [small_blocks, read_as_it_is])
 def test_other_blocks_are_left_to_inductor(function: Callable[..., Any]) -> None:
     assert not rewritten(function, torch.zeros(128, 192, dtype=BF16))
 
 
+@pytest.mark.passes
 def test_rows_may_have_several_dimensions() -> None:
     def deep(x: Tensor) -> Any:
         size = x.abs()
@@ -405,6 +432,7 @@ def test_rows_may_have_several_dimensions() -> None:
     assert (both_ways.rows, both_ways.columns) == (128, 192)
 
 
+@pytest.mark.passes
 def test_a_tanh_is_a_sigmoid_only_where_1_is_added() -> None:
     """By itself it is small near 0, where a sum with 1 has no digits left for it."""
     for name, is_sigmoid in (("gelu", True), ("gradient", True), ("tanh", False)):
@@ -412,6 +440,7 @@ def test_a_tanh_is_a_sigmoid_only_where_1_is_added() -> None:
         assert ("tanh_of(" in source_of(plan)) is not is_sigmoid
 
 
+@pytest.mark.passes
 def test_no_other_node_quantizes_or_copies() -> None:
     module = captured(CASES["gated_gradient"][0], *inputs_of("gated_gradient", 128, 192))
     assert QuantizeKernels().run(module.graph, run(module)) == 2
@@ -420,12 +449,14 @@ def test_no_other_node_quantizes_or_copies() -> None:
     )
 
 
+@pytest.mark.passes
 def test_siblings_are_read_where_they_are() -> None:
     (plan,) = rewritten(CASES["siblings"][0], *inputs_of("siblings", 128, 192))
     assert plan.piles == ((0, (128, 128, 128)),)
     assert list(plan.parameters)[:4] == ["in0_0", "in0_1", "in0_2", "in1"]
 
 
+@pytest.mark.passes
 def test_kernels_that_read_more_have_configurations_with_fewer_registers() -> None:
     (light,) = rewritten(lambda x, s: both(x, s), X, scale())
     (heavy,) = rewritten(lambda x, y, s: both(x * y, s), X, X.clone(), scale())
@@ -439,6 +470,7 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.passes
 @pytest.mark.usefixtures("_deterministic")
 def test_deterministic_fixes_the_choice_where_sums_depend_on_it() -> None:
     (sums,) = rewritten(lambda x, s: (*both(x, s), x.sum(0)), X, scale())
@@ -447,6 +479,7 @@ def test_deterministic_fixes_the_choice_where_sums_depend_on_it() -> None:
     assert amaxes.choices == LIGHT
 
 
+@pytest.mark.passes
 def test_a_scale_made_of_the_amax_leaves_the_amax_outside() -> None:
     def dynamic(x: Tensor) -> Any:
         y = F.relu(x)
@@ -458,6 +491,7 @@ def test_a_scale_made_of_the_amax_leaves_the_amax_outside() -> None:
     assert sorted(o.kind for o in plan.outputs) == ["columns", "rows"]
 
 
+@pytest.mark.passes
 def test_an_amax_that_another_scale_is_made_of_is_taken_before() -> None:
 
     def chained(x: Tensor, s: Tensor) -> Any:
@@ -522,6 +556,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
 }
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_left_to_inductor(case: str) -> None:
     function, inputs, reason = REFUSED[case]
@@ -529,6 +564,7 @@ def test_what_is_left_to_inductor(case: str) -> None:
     assert any(part in found for part in reason.split("|")), found
 
 
+@pytest.mark.passes
 def test_a_copy_that_turns_a_flattened_tensor_around_is_left_to_inductor() -> None:
     def heads(x: Tensor, s: Tensor) -> Any:
         x_q = quantize(x * 2, s, E4M3)
@@ -538,11 +574,138 @@ def test_a_copy_that_turns_a_flattened_tensor_around_is_left_to_inductor() -> No
     assert rewritten(heads, X.view(32, 4, 192), torch.ones(32, 4, 1)) == []
 
 
+@pytest.mark.passes
 def test_small_tensors_are_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_kernels, "LEAST_ELEMENTS", X.numel() + 1)
     assert rewritten(lambda x, s: both(x, s), X, scale()) == []
 
 
+@pytest.mark.passes
 def test_cpus_have_no_such_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "pretended_device", None)
     assert rewritten(lambda x, s: both(x, s), X, scale()) == []
+
+
+SIZES = {
+    "tiles divide": (128, 128, ""),
+    "tiles do not divide": (144, 80, ""),
+    "NaN and infinities": (144, 80, "nan"),
+    "zero scales": (64, 80, "nan zero"),
+}
+IN_BLOCKS = {
+    "tiles divide": (256, 128, ""),
+    "NaN and infinities": (128, 256, "nan"),
+    "tiles do not divide": (256, 80, ""),
+}
+"""Sizes for cases with a scale for each block: only `in_columns` takes those that no row of blocks divides."""
+CHOICES = "64 64 4", "64 64 8", "128 64 8"
+BLOCKS = "128 64 8", "128 128 8", "128 128 32"
+EVERYDAY = {
+    ("weight", "tiles do not divide", "128 64 8"),
+    ("siblings", "tiles do not divide", "128 64 8"),
+    ("gelu", "NaN and infinities", "64 64 4"),
+    ("exact_gelu", "tiles do not divide", "64 64 8"),
+    ("tanh", "tiles do not divide", "64 64 4"),
+    ("gradient", "NaN and infinities", "128 64 8"),
+    ("gradient", "tiles do not divide", "64 64 8"),
+    ("heads", "tiles do not divide", "64 64 4"),
+    ("rotated", "NaN and infinities", "64 64 8"),
+    ("rotated_by_rows", "tiles do not divide", "128 64 8"),
+    ("padded", "tiles do not divide", "128 64 8"),
+    ("gated", "zero scales", "64 64 8"),
+    ("gated_gradient", "tiles do not divide", "64 64 8"),
+    ("by_rows", "NaN and infinities", "64 64 4"),
+    ("gated_by_rows", "tiles do not divide", "64 64 8"),
+    ("in_blocks", "tiles divide", "128 128 8"),
+    ("in_columns", "tiles do not divide", "128 64 8"),
+    ("in_rows_and_columns", "NaN and infinities", "128 128 32"),
+}
+WORK = {
+    "weight": (0, 2),
+    "siblings": (0, 2),
+    "gelu": (1, 2),
+    "exact_gelu": (1, 2),
+    "tanh": (1, 2),
+    "gradient": (1, 3),
+    "heads": (0, 2),
+    "rotated": (0, 4),
+    "rotated_by_rows": (0, 4),
+    "padded": (0, 4),
+    "gated": (1, 1),
+    "gated_gradient": (1, 5),
+    "by_rows": (0, 2),
+    "gated_by_rows": (1, 5),
+    "in_blocks": (0, 2),
+    "in_columns": (0, 1),
+    "in_rows_and_columns": (1, 5),
+}
+"""Exponentials, and casts to FP8 of each element: one for each FP8 tensor that is written."""
+SPILLS = {("rotated_by_rows", 120): 8}
+"""Bytes of local memory: ptxas decides for 80 registers, to run three programs at once, and one value is too many."""
+WRITES = {
+    "weight": ["amax", "columns", "rows"],
+    "siblings": ["amax", "columns", "rows"],
+    "gradient": ["amax", "columns", "columns", "rows", "sums"],
+    "gated": ["amax", "rows"],
+    "gated_gradient": ["amax", "columns", "columns", "rows"],
+    "padded": ["amax", "columns", "rows", "sums"],
+    "by_rows": ["columns", "rows"],
+    "rotated_by_rows": ["amaxes of columns", "amaxes of rows", "columns", "rows"],
+    "gated_by_rows": [
+        *["amaxes of columns"] * 2,
+        *["amaxes of rows"] * 2,
+        *["columns"] * 3,
+        *["rows"] * 2,
+    ],
+    "in_blocks": ["columns", "numbers", "rows"],
+    "in_columns": ["columns", "numbers"],
+    "in_rows_and_columns": [*["columns"] * 3, *["numbers"] * 5, *["rows"] * 2],
+}
+"""The kinds of a kernel's outputs: amaxes, FP8 in rows and in columns, and sums."""
+
+
+def _cases() -> list[Any]:
+    blocks = {"in_blocks": BLOCKS[1:], "in_columns": BLOCKS[:1], "in_rows_and_columns": BLOCKS[1:]}
+    cases = [(name, size, choice) for name in CASES if name not in blocks for size in SIZES for choice in CHOICES]
+    cases += [(name, size, choice) for name in blocks for size in IN_BLOCKS for choice in blocks[name]]
+    cases = [c for c in cases if c[0] == "in_columns" or c[0] not in blocks or c[1] != "tiles do not divide"]
+    return [pytest.param(*c, marks=[] if c in EVERYDAY else pytest.mark.variant) for c in cases]
+
+
+@pytest.mark.gpu_code
+@interpreted
+@pytest.mark.parametrize(("name", "size", "choice"), _cases())
+def test_it_writes_what_the_graph_computes(name: str, size: str, choice: str) -> None:
+    m, n, how = (IN_BLOCKS if name.startswith("in_") else SIZES)[size]
+    found = compared(name, m, n, choice, how)
+    assert sorted(f["kind"] for f in found) == WRITES.get(name, ["amax", "columns", "rows"])
+    for f in found:
+        assert f["special"], f
+        # what is not computed by the CPU's exponential rounds to another FP8 number here and there
+        assert f["steps"] <= 1, f
+        assert f["differing"] < 0.01 or f["kind"] == "sums", f
+        assert f["sqnr"] > 40, f
+
+
+@pytest.mark.gpu_code
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(
+            n,
+            c,
+            marks=[] if (n, c) in {("gradient", 90), ("gated_by_rows", 89), ("siblings", 120)} else pytest.mark.variant,
+        )
+        for n in CASES
+        for c in (89, 90, 100, 120)
+    ],
+)
+def test_each_choice_compiles_without_spills(name: str, capability: int) -> None:
+    for found in compiled(name, capability):
+        assert found["spilled"] <= SPILLS.get((name, capability), 0), found
+        assert found["saturates"], found  # `quantize` does not clamp on GPUs
+        exponentials, casts = WORK[name]  # whatever the layout of the stores
+        assert found["exponentials"] <= exponentials, found
+        writes = {"rows", "columns"} & set(found["kinds"])
+        assert 0 < found["casts"] <= casts if writes else not found["casts"], found
+        assert max(found["stores"]) >= 64 or not writes, found

@@ -21,6 +21,8 @@ from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, REPEATED
 from tests.helpers import harness
 from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, aten, count, expect_graph, on_kernels, scale, text
 
+pytestmark = pytest.mark.passes
+
 
 def capture(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
     """Capture a graph and run fold_quantizes, the pass before this one."""

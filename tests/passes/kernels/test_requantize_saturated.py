@@ -28,6 +28,8 @@ from fp8pass.quant.kernel_ops import QUANTIZE, SATURATED
 from fp8pass.recipes import DelayedScaling
 from tests.helpers.harness import BF16, E4M3, E5M2, aten, capture, count, on_kernels, text
 
+pytestmark = pytest.mark.passes
+
 AGAIN, ONCE = DelayedScaling(on_saturation="requantize"), DelayedScaling()
 H100 = Gpu(90, 132, 232448)
 

@@ -18,6 +18,8 @@ from fp8pass.passes.kernels.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.passes.kernels.split_foreach import SplitForeach, match
 from tests.helpers.harness import BF16, E4M3, F32, aten, capture, expect_graph, on_kernels, scale, text
 
+pytestmark = pytest.mark.passes
+
 ROUNDS_TWICE = torch.__version__.startswith("2.11.")
 """torch 2.11 decomposes a product plus a tensor into two ops, where its kernels and newer versions round once."""
 LARGE, LITTLE = (1024, 300), (8,)

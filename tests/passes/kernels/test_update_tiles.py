@@ -15,6 +15,8 @@ from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.quant.kernel_ops import ROUNDED, WRITE
 from tests.helpers.harness import BF16, E4M3, F32, capture, count, on_kernels, scale, text
 
+pytestmark = pytest.mark.passes
+
 
 def both(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a matrix, and return both orientations."""

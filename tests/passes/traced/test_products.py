@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass.passes.traced.matmuls_of_layers import Finder, TracedLayer, Values, backward_of
 from tests.helpers.harness import capture
 
+pytestmark = pytest.mark.passes
+
 X, W, V = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8, 8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
@@ -13,6 +14,8 @@ from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config
 from fp8pass.passes.traced.quantize_traced import QuantizeTraced, TracedContext
 from tests.helpers.harness import BF16, capture
+
+pytestmark = pytest.mark.passes
 
 
 def step(x: Tensor, w: Tensor, b: Tensor) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import fp8pass
 from fp8pass.graph.annotation import copy_to_edit
 from fp8pass.passes.update import find_moments
 from fp8pass.passes.update.find_moments import moments_of
@@ -17,11 +18,33 @@ from fp8pass.passes.update.read_moments import ReadMoments
 from fp8pass.passes.update.write_moments import WriteMoments
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
-from fp8pass.quant.moments import NAMED
+from fp8pass.quant.moments import NAMED, Fp8Moment
 from fp8pass.weights.update_key import UpdateKey, attribute
-from tests.helpers.harness import BF16, F32, expect_graph, on_update
+from tests.helpers.harness import BF16, E4M3, F16, F32, expect_graph, on_update
 from tests.helpers.optimizers import Lion
-from tests.helpers.quantize_moments import BOTH, power_of_2, read, stored
+
+BOTH = {"exp_avg": "first", "exp_avg_sq": "second"}
+"""The kinds of AdamW's moments, by name."""
+
+
+def stored(kind: str, x: Tensor, scale: float) -> Tensor:
+    """Return the stored tensor for a moment, by the formula."""
+    x = x.double()
+    if kind == "first":
+        return (x * scale).clamp(-448, 448).float().to(E4M3)
+    return (x.sqrt() * scale).clamp(max=65504).float().to(F16)
+
+
+def read(kind: str, x_q: Tensor, scale: float) -> Tensor:
+    """Return the moment in float64 that a stored tensor stands for."""
+    x = x_q.double() / scale
+    return x if kind == "first" else x.square()
+
+
+def power_of_2(target: float, amax: float) -> float:
+    """Return the largest power of two whose product with amax is at most `target`; 1 for an amax of 0."""
+    return min(2.0 ** math.floor(math.log2(target / amax)), 2.0**126) if amax else 1.0
+
 
 MS_AMP = NAMED["fp8+float16"]
 
@@ -145,6 +168,7 @@ SIMILAR = {"SGD nesterov": "SGD momentum", "Adam, weight decay": "Adam", "AdamW 
 """Cases that are variants, and cases from which they differ by one term of the formula."""
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.variant] * (case in SIMILAR)) for case in OPTIMIZERS]
@@ -158,21 +182,25 @@ def test_moments_of_optimizers(case: str, foreach: bool) -> None:
     assert kinds(lambda p: make(p, foreach=foreach)) == wanted
 
 
+@pytest.mark.passes
 def test_moments_of_an_unknown_optimizer() -> None:
     assert kinds(Lion) == {"momentum": "first"}
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("kind", ["average", "master"])
 def test_states_that_are_not_moments(kind: str) -> None:
     """An optimizer may also have averages of parameters, or copies of them in full precision."""
     assert kinds(lambda p: Momentum(p, kind)) == {"momentum": "first"}
 
 
+@pytest.mark.passes
 def test_moments_in_bfloat16() -> None:
     """Only first moments are stored in FP8, because a float16 root of a second moment is as large as bfloat16."""
     assert kinds(lambda p: torch.optim.AdamW(p, foreach=True), BF16) == {"exp_avg": "first"}
 
 
+@pytest.mark.passes
 def test_graph(module: fx.GraphModule) -> None:
     expect_graph(
         module,
@@ -209,6 +237,7 @@ return ()
     )
 
 
+@pytest.mark.passes
 def test_written_moments(module: fx.GraphModule) -> None:
     """Moments are stored with scales from the stored amaxes; the plain moments, which are still inputs, stay."""
     p, grad = torch.randn(4, 8), torch.randn(4, 8)
@@ -242,13 +271,124 @@ def test_written_moments(module: fx.GraphModule) -> None:
     assert torch.equal(got[1], torch.stack(amaxes))
 
 
+@pytest.mark.passes
 def test_scales_of_a_step_that_is_skipped() -> None:
     moment_scales = torch.tensor([[0.5, 0.25], [100.0, 1e-3]])
     assert ops.next_moment_scales((224.0, 256.0), moment_scales, torch.tensor(True)).tolist() == [2.0, 4.0]
     assert ops.next_moment_scales((224.0, 256.0), moment_scales, torch.tensor(False)).tolist() == [2.0, 131072.0]
 
 
+@pytest.mark.passes
 @pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
 def test_scales_stay_where_the_amax_is_not_usable(amax: float) -> None:
     moment_scales = torch.tensor([[0.5], [amax]])
     assert ops.next_moment_scales((224.0,), moment_scales, None).tolist() == [2.0]
+
+
+class Product(nn.Module):
+    """A model whose weight has its input as gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+class Oracle:
+    """The formulas of optimizers and stored moments, in float64. kinds: of the moments, by name."""
+
+    def __init__(self, w: Tensor, kinds: dict[str, str]) -> None:
+        self.w, self.kinds, self.steps = w.detach().double(), kinds, 0
+        self.moments = {name: torch.zeros_like(self.w) for name in kinds}
+        self.amaxes: dict[str, float] = {}
+        self.scales: dict[str, float] = {}
+        self.x_q: dict[str, Tensor] = {}
+
+    def store(self) -> None:
+        for name, kind in self.kinds.items():
+            x, first = self.moments[name], kind == "first"
+            if not self.steps:  # the first step stores with the scale of its own amax
+                root = float((x if first else x.sqrt()).abs().max())
+                scale = power_of_2(448 if first else 65504, root)
+            else:
+                amax = self.amaxes[name]
+                scale = power_of_2(224 if first else 256, amax) if amax else self.scales[name]
+            x_q = self.x_q[name] = stored(kind, x, scale)
+            self.moments[name], self.scales[name] = read(kind, x_q, scale), scale
+            self.amaxes[name] = float(x_q.double().abs().max()) / scale
+        self.steps += 1
+
+    def adamw(self, grad: Tensor) -> None:
+        m, v, t = self.moments["exp_avg"], self.moments["exp_avg_sq"], self.steps + 1
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.square()
+        self.moments = {"exp_avg": m, "exp_avg_sq": v}
+        denominator = (v / (1 - 0.999**t)).sqrt() + 1e-8
+        self.w = self.w * (1 - 0.01 * 0.1) - 0.01 * (m / (1 - 0.9**t)) / denominator
+
+    def sgd(self, grad: Tensor) -> None:
+        m = self.moments["momentum_buffer"]
+        self.moments = {"momentum_buffer": grad if not self.steps else 0.9 * m + grad}
+        self.w = self.w - 0.01 * self.moments["momentum_buffer"]
+
+
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+TRAINED: dict[str, tuple[Callable[..., Any], dict[str, str], Callable[[Oracle, Tensor], None]]] = {
+    "AdamW": (lambda p: torch.optim.AdamW(p, **ADAMW, foreach=False), BOTH, Oracle.adamw),
+    "AdamW foreach": (lambda p: torch.optim.AdamW(p, **ADAMW, foreach=True), BOTH, Oracle.adamw),
+    "SGD": (
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, foreach=True),
+        {"momentum_buffer": "first"},
+        Oracle.sgd,
+    ),
+}
+
+
+RANGES = [1.0, 1.5, 0.5, 40.0, 1.0, 1e-3, 0.0, 1.0]
+"""Factors of the gradients. Some make a first moment saturate, and some make moments small."""
+
+
+SKIPS: dict[str, Any] = {"skip_nonfinite": True}
+
+
+FORMULAS: list[Any] = [("AdamW", SKIPS), ("AdamW foreach", {"lowering": "inductor"})]
+
+
+OTHERS: list[Any] = [("SGD", {}), ("AdamW", {}), ("AdamW foreach", {}), ("AdamW foreach", SKIPS), ("SGD", SKIPS)]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("case", "config"), [*FORMULAS, *(pytest.param(*case, marks=pytest.mark.variant) for case in OTHERS)], ids=str
+)
+def test_training_by_the_formulas(case: str, config: dict[str, Any]) -> None:
+    make, kinds_, update = TRAINED[case]
+    torch.manual_seed(0)
+    of = Product()
+    optimizer, oracle = make(of.parameters()), Oracle(of.w, kinds_)
+
+    @fp8pass.train_step(**{"lowering": "eager", "recipe": None, "optimizer_state": "fp8+float16", **config})
+    def step(x: Tensor) -> None:
+        of(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for factor in RANGES:
+        grad = torch.randn(64, 64) * factor
+        step(grad)
+        update(oracle, grad.double())
+        oracle.store()
+        torch.testing.assert_close(of.w.detach().double(), oracle.w, rtol=0, atol=2e-4)
+        for name, kind in kinds_.items():
+            got = optimizer.state[of.w][name]
+            if (
+                name == "momentum_buffer" and oracle.steps == 1
+            ):  # after one step it is the gradient, which no update has quantized
+                continue
+            assert isinstance(got, Fp8Moment) and got.kind == kind
+            assert float(got.moment_scales[0, got.column]) == 1 / oracle.scales[name], name
+            differ = (got.x_q.float() != oracle.x_q[name].float()).float().mean()
+            assert differ < 0.01, "more than values that float32 rounds to the other side"

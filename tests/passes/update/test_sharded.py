@@ -21,6 +21,8 @@ from fp8pass.weights.update_key import Moment, UpdateKey
 from tests.helpers.fake_ranks import RANKS, groups
 from tests.helpers.harness import capture
 
+pytestmark = pytest.mark.passes
+
 __all__ = ["groups"]
 
 

@@ -20,6 +20,8 @@ from fp8pass.weights.update_key import UpdateKey, WeightSlots, WeightWrite, attr
 from tests.helpers.harness import E4M3, expect_graph, on_update
 from tests.helpers.optimizers import Lion
 
+pytestmark = pytest.mark.passes
+
 
 def graphs(function: Callable[..., Any], *inputs: Any) -> list[tuple[set[int], set[int]]]:
     """Return, for each graph of `function`, the ids of tensors that `written` finds, and of those that it writes into.
