@@ -15,7 +15,7 @@ from fp8pass.base.errors import Fp8Error
 from fp8pass.base.names import Names
 from fp8pass.compiler.compiled_graph import CompiledGraph
 from fp8pass.compiler.ddp_cuts import configured, cut_at_layers
-from fp8pass.compiler.dynamo_passes import freezable, split_for_all_phases
+from fp8pass.compiler.dynamo_passes import split_for_all_phases
 from fp8pass.compiler.faults import left_out
 from fp8pass.compiler.first_step import FirstStep, judged, tell
 from fp8pass.compiler.graph_compiler import GraphCompiler
@@ -114,13 +114,14 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
 
 def _freeze(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
     """Replace weights by FP8 ones as the option `frozen` says; then let Dynamo trace the code with these."""
-    found = {example_inputs[i]: scales for i, scales in freezable(module, config).items()}
-    found = {weight: scales for weight, scales in found.items() if type(weight) is nn.Parameter}
-    if not found:
+    if config.frozen != "fp8" or config.recipe is None:
         return
     from fp8pass.frozen.replace import freeze_parameters
+    from fp8pass.passes.dynamo.frozen_parameters import frozen_parameters
 
-    if frozen := freeze_parameters(found):
+    weights = {example_inputs[i]: scales for i, scales in frozen_parameters(module, config).items()}
+    weights = {weight: scales for weight, scales in weights.items() if type(weight) is nn.Parameter}
+    if frozen := freeze_parameters(weights) if weights else []:
         log.info("frozen='fp8': %d weights are in FP8 alone now, of %s", len(frozen), ", ".join(frozen))
         trace_again("fp8pass has replaced frozen weights by FP8 ones")
 

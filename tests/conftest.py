@@ -89,6 +89,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return f"pytest.mark.{config.option.markexpr}" not in collection_path.read_text() or None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which puts the groups into the names of tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:

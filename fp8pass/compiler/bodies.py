@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fp8pass.base._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
-from fp8pass.graph.annotation import Annotation, copy_to_edit, is_state_input
+from fp8pass.graph.annotation import Annotation, copy_to_edit, graphs_of, is_state_input
 from fp8pass.quant import ops
 
 CompileBody = Callable[[str, fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -82,7 +82,7 @@ def _is_like_first(target: object) -> bool:
 def without_quantizing(function: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
     """Return a copy of a function that does not quantize, and its inputs: those of `function` without the state."""
     module = copy_to_edit(function)
-    for part in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+    for part in graphs_of(module):
         for node in [n for n in part.graph.nodes if _is_like_first(n.target)]:
             node.replace_all_uses_with(node.args[0])
             part.graph.erase_node(node)

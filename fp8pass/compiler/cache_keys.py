@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import fx
 
 from fp8pass.base._torch import get_hash_for_files
+from fp8pass.graph.annotation import graphs_of
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.recipes import Recipe
 from fp8pass.states.scale_state import recipe_of
@@ -20,7 +21,7 @@ def known_to_caches(module: fx.GraphModule) -> dict[str, str] | None:
     Sorted, since the order is part of the cache's key. None if a recipe has code of the user's: the graph's text, which
     is part of the key too, contains only the name of the function or class, so the graph must not be cached.
     """
-    parts = (part.graph.nodes for part in module.modules() if isinstance(part, fx.GraphModule))
+    parts = (part.graph.nodes for part in graphs_of(module))
     calls = [n for nodes in parts for n in nodes if n.op == "call_function" and _is_ours(n.target)]
     recipes = (recipe_of(a) for n in calls for a in n.args)
     if any(isinstance(r, Recipe) and r.has_own_code for r in recipes):

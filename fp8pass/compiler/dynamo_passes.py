@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from fp8pass.base.names import Names
 from fp8pass.compiler import order
 from fp8pass.compiler.faults import left_out
-from fp8pass.compiler.run_passes import lint, run_all
+from fp8pass.compiler.run_passes import linter, run_all
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Annotation, copy_to_edit, generate_code
 from fp8pass.graph.attempt import FIRST, Attempt
@@ -22,9 +22,6 @@ from fp8pass.passes.dynamo.find_layers import FindLayers, Piece, find
 from fp8pass.passes.dynamo.split_sizes import has_symbols
 from fp8pass.recipes import Schedule
 from fp8pass.report.report import Report, publish
-
-if TYPE_CHECKING:
-    from fp8pass.quant.wrapper_tensor import Scales
 
 
 def annotated(
@@ -46,7 +43,8 @@ def annotated(
     names = Names(annotation.module.graph.find_nodes(op="placeholder"))
     context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
     todo = _dynamo_passes(config, attempt)
-    run_all(todo, annotation.module, context, dump or Dump(), "dynamo", lint, lambda: examples(annotation))
+    graph, check = annotation.module.graph, linter(annotation.module)
+    run_all(todo, graph, context, dump or Dump(), "dynamo", check, lambda: examples(annotation))
     generate_code(annotation.module)
     if context.notes or annotation.saved:
         publish(Report(notes=context.notes, saved=annotation.saved))
@@ -58,15 +56,6 @@ def split_for_all_phases(module: fx.GraphModule, config: Config) -> None:
     if isinstance(config.recipe, Schedule) and has_symbols(module.graph):
         for step, _ in config.recipe.phases:
             annotated(module, config.at_step(step))
-
-
-def freezable(module: fx.GraphModule, config: Config) -> dict[int, Scales]:
-    """Return the positions of inputs of Dynamo's graph that `frozen="fp8"` keeps in FP8, with their scales."""
-    if config.frozen != "fp8" or config.recipe is None:
-        return {}
-    from fp8pass.passes.dynamo.frozen_parameters import frozen_parameters
-
-    return frozen_parameters(module, config)
 
 
 def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:

@@ -14,6 +14,7 @@ from fp8pass.compiler.faults import Later
 from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.compiler.partition import Partition
+from fp8pass.graph.annotation import graphs_of
 from fp8pass.graph.attempt import Attempt
 from fp8pass.quant.kernel_ops import FORMULAS, LAID_OUT
 
@@ -69,10 +70,9 @@ def lower_eager(
 
 def rewrite_all(module: fx.GraphModule, joint_passes: JointPasses) -> None:
     """Run the passes over a joint graph and the graphs in it: branches and loop bodies first, as Inductor does it."""
-    for part in reversed(list(module.modules())):
-        if isinstance(part, fx.GraphModule):
-            joint_passes(part.graph)
-            part.recompile()
+    for part in reversed(list(graphs_of(module))):
+        joint_passes(part.graph)
+        part.recompile()
 
 
 def op_by_op(module: fx.GraphModule) -> Any:

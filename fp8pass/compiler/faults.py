@@ -82,13 +82,14 @@ def fall_back(
     config: Config,
     dump_of: Callable[[Config, str], Dump],
     first: Attempt = FIRST,
-    has_collectives: bool = False,
+    has_collectives: Callable[[], bool] = bool,
 ) -> tuple[T, Attempt]:
     """Compile a graph; after a fault, recompile it without the failed part. Return the result and its attempt.
 
     dump_of: creates the dump of an attempt, from a configuration and a word that distinguishes the dumps of one graph.
-    has_collectives: True if the graph has collectives, so that all ranks must leave out the same parts. Raises Fp8Error
-    if they differ, errors meant for the user, and errors of torch on the graph without fp8pass.
+    has_collectives: returns True if the graph has collectives, so that all ranks must leave out the same parts; asked
+    after a fault. Raises Fp8Error if they differ, errors meant for the user, and errors of torch on the graph without
+    fp8pass.
     """
     attempt, failures = first, list[tuple[Failure, str]]()
 
@@ -108,7 +109,7 @@ def fall_back(
         failure = _failure(attempt, failed, config, dump, dump_of, compile_with)
         attempt = attempt.after(failure.place, failure.reason())
         failures.append((failure, _outcome(failure, attempt)))
-    if failures and has_collectives:
+    if failures and has_collectives():
         _agree([failure for failure, _ in failures], config)
     for failure, outcome in failures:
         tell(failure, outcome)

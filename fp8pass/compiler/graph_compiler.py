@@ -16,8 +16,8 @@ from fp8pass.compiler.compiled_graph import Compilation, Run
 from fp8pass.compiler.dynamo_passes import annotated
 from fp8pass.compiler.faults import Later, fall_back
 from fp8pass.compiler.lower import lower
-from fp8pass.dump.writer import Dump
-from fp8pass.graph.annotation import Annotation
+from fp8pass.dump.writer import Dump, name_of
+from fp8pass.graph.annotation import Annotation, graphs_of
 from fp8pass.graph.attempt import Attempt
 from fp8pass.options.config import Config
 from fp8pass.recipes import Disabled
@@ -32,6 +32,7 @@ class GraphCompiler:
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], is_reference: bool) -> None:
         self._module = module
+        self._name = name_of(module)
         self._example_inputs = example_inputs
         self._is_reference = is_reference
         self._context = context_for_later()
@@ -61,13 +62,13 @@ class GraphCompiler:
 
     def _with_fallback(self, config: Config) -> Compilation:
         compile_with = functools.partial(self._compile, config)
-        has_collectives = _has_collectives(self._module)
+        has_collectives = functools.partial(_has_collectives, self._module)
         (compilation, later), _ = fall_back(compile_with, config, self._dump_of, has_collectives=has_collectives)
         later.has_run = torch.is_grad_enabled()
         return compilation
 
     def _dump_of(self, config: Config, kind: str) -> Dump:
-        return Dump.of(config, self._module, kind)
+        return Dump.of(config, self._name, kind)
 
     def _compile(self, config: Config, attempt: Attempt, dump: Dump) -> tuple[Compilation, Later]:
         """Compile in the way of `attempt`, and write dumps. The backward may be compiled later."""
@@ -111,7 +112,7 @@ class GraphCompiler:
 
 def _has_collectives(module: fx.GraphModule) -> bool:
     """Return whether a graph of Dynamo's communicates with other ranks: it has collectives, or DTensors."""
-    nodes = (n for part in module.modules() if isinstance(part, fx.GraphModule) for n in part.graph.nodes)
+    nodes = (n for part in graphs_of(module) for n in part.graph.nodes)
     return any("c10d" in str(n.target) or isinstance(n.meta.get("example_value"), DTensor) for n in nodes)
 
 

@@ -13,7 +13,7 @@ from fp8pass.base.errors import Fp8Error, warn_once
 from fp8pass.base.node_meta import GEMM
 from fp8pass.compiler import order
 from fp8pass.compiler.cache_keys import sources_hash
-from fp8pass.compiler.run_passes import module_of, run_all, verifier
+from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Body, MatmulChoice
 from fp8pass.graph.attempt import FIRST, Attempt
@@ -72,26 +72,20 @@ class JointPasses(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
-        with self.timing.counting("passes"):
-            context = self._rewritten(graph)
-        self.dump.report(str(self.report), self.timing.passes)
-        self.parts += 1
-        if self.config.strict:
-            _raise_if_declined(context, self.choices)
-
-    def _rewritten(self, graph: fx.Graph) -> JointContext:
-        """Run the passes, and publish the verdicts."""
         context = JointContext(
             self.config, choices=self.choices, declined=self.attempt.reason, is_update=self.is_update
         )
         part = f"joint.{self.parts}" if self.parts else "joint"
-        run_all(self.passes, module_of(graph), context, self.dump, part, verifier)
-        self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
-        if (drawing := drawn()) is not None:
-            drawing.verdicts(self.gemms)
-        gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
-        self._publish(Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes))
-        return context
+        self.parts += 1
+        with self.timing.counting("passes"):
+            run_all(self.passes, graph, context, self.dump, part, verifier(graph, context))
+            self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
+            if (drawing := drawn()) is not None:
+                drawing.verdicts(self.gemms)
+            self._publish(context)
+        self.dump.report(str(self.report), self.timing.passes)
+        if self.config.strict:
+            _raise_if_declined(context, self.choices)
 
     def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
         """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
@@ -112,11 +106,13 @@ class JointPasses(CustomGraphPass):
         position, own = self.body.choices[0].index(gemm.choice), self.choices[gemm.choice]
         return [gemm, *(_for_layer(gemm, own, self.choices, of[position]) for of in self.body.choices[1:])]
 
-    def _publish(self, part: Report) -> None:
+    def _publish(self, context: JointContext) -> None:
         """Publish the report of one part, and add it to the graph's report.
 
         Branches and loop bodies are separate parts, and come first.
         """
+        gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
+        part = Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes)
         publish(part)
         self.report.add(part)
 

@@ -12,7 +12,7 @@ from fp8pass.base._torch import CustomGraphPass
 from fp8pass.compiler import order, time_on_gpu
 from fp8pass.compiler.cache_keys import sources_hash
 from fp8pass.compiler.heuristics import ONE_AT_A_TIME
-from fp8pass.compiler.run_passes import module_of, run_all, verifier
+from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.attempt import FIRST
 from fp8pass.graph.pass_base import KernelsContext
@@ -65,7 +65,7 @@ class KernelPasses(CustomGraphPass):
         times = time_on_gpu.autotunes() and not is_pretended()
         context = KernelsContext(self.config, seconds_of=self._seconds if times else None)
         with ONE_AT_A_TIME, self.timing.counting("passes"):
-            run_all(todo, module_of(graph), context, self.dump, f"{part}{number}", verifier)
+            run_all(todo, graph, context, self.dump, f"{part}{number}", verifier(graph, context))
         for name, note in context.fused.items():
             for gemm in self.gemms().get(name, ()):
                 gemm.note = gemm.note or note

@@ -35,10 +35,12 @@ class Partition(CustomPartitionerFn):
         cut: Partitioner = self.own or min_cut_partition
         saved = [n for n in gm.graph.nodes if SAVED in n.meta]
         end = kwargs.pop("num_fwd_outputs")
-        _insert_outputs(gm.graph, end, saved)
+        if saved:
+            _insert_outputs(gm.graph, end, saved)
         with cuts_fast():
             forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
-        _remove_outputs(forward, end, len(saved))
+        if saved:
+            _remove_outputs(forward, end, len(saved))
         if self.seen is not None:
             self.seen(forward.graph, backward.graph)
         return forward, backward
@@ -65,8 +67,6 @@ def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> Non
 
 
 def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
-    if not count:
-        return
     output = module.graph.output_node()
     values: Any = output.args[0]
     output.args = ((*values[:position], *values[position + count :]),)

@@ -11,7 +11,8 @@ from torch import fx
 from fp8pass.base._torch import GraphTransformObserver
 from fp8pass.base.errors import faults_of
 from fp8pass.dump.writer import Dump
-from fp8pass.graph.other_libraries import Arguments, arguments_of
+from fp8pass.graph.annotation import graphs_of
+from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import C, Context, Pass
 from fp8pass.graph.verify import verify
 from fp8pass.options import overrides
@@ -20,60 +21,46 @@ from fp8pass.options.overrides import REQUIRED
 
 def run_all(
     passes: Sequence[Pass[C]],
-    module: fx.GraphModule,
+    graph: fx.Graph,
     context: C,
     dump: Dump,
     part: str,
-    check: Callable[[fx.GraphModule, C], Callable[[str], None]],
+    check: Callable[[str], None],
     examples: Callable[[], Sequence[Any]] = tuple,
 ) -> None:
     """Run passes in order. part: the name of the graph in dumps.
 
-    check: called before the first pass; what it returns is called with the name of each pass that changed something.
+    check: called with the name of each pass that changed something. Each pass runs as torch runs its own: timed, with
+    provenance, and not if `disabled_passes` names it, unless other passes require it.
     """
-    trial, changed = overrides.current(), check(module, context)
+    module, trial = graph.owning_module, overrides.current()
+    assert module is not None
     for p in passes:
         if trial is not None and not trial.runs(p.name, part):
             continue
+        run = functools.partial(p.run, context=context)
         with dump.step(part, p.name, module, examples) as step, faults_of(p.name):
-            step.applied = _run(p, module, context)
+            if p.name in REQUIRED:
+                step.applied = run(module.graph)
+            else:
+                step.applied = GraphTransformObserver(module, p.name).apply_graph_pass(run) or 0
             if step.applied:
-                changed(p.name)
+                check(p.name)
             if step.applied and trial is not None:
                 trial.applied.add(p.name)
     module.recompile()
 
 
-def _run(p: Pass[C], module: fx.GraphModule, context: C) -> int:
-    """Run a pass as torch runs its own: timed, with provenance, and not if `disabled_passes` names it."""
-    if p.name in REQUIRED:
-        return p.run(module.graph, context)
-    observer = GraphTransformObserver(module, p.name)
-    return observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0
+def verifier(graph: fx.Graph, context: Context) -> Callable[[str], None]:
+    """Return a check that verifies the graph, and compares it with the graph as it is now: see `verify`."""
+    return functools.partial(verify, graph, context.computed, arguments_of(graph))
 
 
-def verifier(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
-    """Return `_verify`, which compares with the graph as it is now."""
-    return functools.partial(_verify, module, context, arguments_of(module.graph))
-
-
-def _verify(module: fx.GraphModule, context: Context, before: Arguments, made_by: str) -> None:
-    verify(module.graph, context.computed, before, made_by)
-
-
-def lint(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
-    """Check that Dynamo's graph, and the graphs in it, are well formed. Their nodes have no values to verify."""
+def linter(module: fx.GraphModule) -> Callable[[str], None]:
+    """Return a check that Dynamo's graph and the graphs in it are well formed; their nodes have no values to verify."""
 
     def lint(_: str) -> None:
-        for part in module.modules():
-            if isinstance(part, fx.GraphModule):
-                part.graph.lint()
+        for part in graphs_of(module):
+            part.graph.lint()
 
     return lint
-
-
-def module_of(graph: fx.Graph) -> fx.GraphModule:
-    """Return the module that a graph belongs to."""
-    module = graph.owning_module
-    assert module is not None
-    return module

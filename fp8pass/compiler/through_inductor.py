@@ -60,7 +60,7 @@ def lower_through_inductor(
         from fp8pass.report.graph_view import generating
 
         inner = generating(compile_inner)
-    patches, caches = _settings(module, joint_passes, kernel_passes)
+    patches, caches = _settings(joint_passes, kernel_passes, known_to_caches(module))
     with functorch_config.patch(caches):
         compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=patches)
     assert callable(compiled)  # `compile_fx` returns text only if it compiles ahead of time
@@ -74,9 +74,12 @@ reads two tensors in FP8, each with its scale, and dequantizes both."""
 
 
 def _settings(
-    module: fx.GraphModule, joint_passes: JointPasses, kernel_passes: KernelPasses
+    joint_passes: JointPasses, kernel_passes: KernelPasses, known: dict[str, str] | None
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Return the settings of Inductor, with the passes of fp8pass unless the attempt is "plain", and of AOTAutograd."""
+    """Return the settings of Inductor, with the passes of fp8pass unless the attempt is "plain", and of AOTAutograd.
+
+    known: what `known_to_caches` returns.
+    """
     patches: dict[str, Any] = (
         {}
         if joint_passes.attempt.form == "plain"
@@ -90,7 +93,6 @@ def _settings(
     if joint_passes.config.mode is not None:
         patches.update(list_mode_options(joint_passes.config.mode))
     caches = {}
-    known = known_to_caches(module)
     if known is None:
         caches["enable_autograd_cache"] = False
     else:

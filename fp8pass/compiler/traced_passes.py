@@ -10,6 +10,7 @@ from fp8pass.base.names import Names
 from fp8pass.compiler import order
 from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
+from fp8pass.graph.annotation import graphs_of
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
@@ -24,12 +25,13 @@ def quantized(module: fx.GraphModule, config: Config, names: Names, bootstrap: b
 
     context = TracedContext(config, names=names, bootstrap=bootstrap)
     todo = order.TRACED if config.recipe is not None else ()
-    run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", verifier)
+    part = "traced.cold" if bootstrap else "traced"
+    run_all(todo, module.graph, context, dump, part, verifier(module.graph, context))
     return context
 
 
 def runs_anywhere(module: fx.GraphModule, config: Config, dump: Dump) -> None:
     """Replace the FP8 matmuls of a traced graph that this device has no kernel for, in place."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            run_all((EmulateMatmuls(),), part, KernelsContext(config), dump, "traced", verifier)
+    for graph in [part.graph for part in graphs_of(module)]:
+        context = KernelsContext(config)
+        run_all((EmulateMatmuls(),), graph, context, dump, "traced", verifier(graph, context))

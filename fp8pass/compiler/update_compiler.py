@@ -12,7 +12,7 @@ from fp8pass.base._torch import context_for_later, tracing
 from fp8pass.compiler.faults import fall_back, left_out
 from fp8pass.compiler.lower import lower
 from fp8pass.compiler.update_passes import annotated_update
-from fp8pass.dump.writer import Dump
+from fp8pass.dump.writer import Dump, name_of
 from fp8pass.graph.attempt import Attempt
 from fp8pass.options.config import Config
 from fp8pass.passes.update.find_moments import moments_of
@@ -25,7 +25,7 @@ from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey
 
 def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRef]) -> UpdateGraph:
     """Return the callable for an update. refs: the places of the tensors that it writes."""
-    context = context_for_later()
+    context, name = context_for_later(), name_of(module)
 
     def compile_for(
         key: UpdateKey, args: Sequence[Any], call: UpdateCall, attempt: Attempt, dump: Dump
@@ -39,7 +39,7 @@ def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRe
         return fall_back(compile_with, config, dump_of, attempt)
 
     def dump_of(config: Config, kind: str) -> Dump:
-        return Dump.of(config, module, ".".join(filter(None, ("update", kind))))
+        return Dump.of(config, name, ".".join(filter(None, ("update", kind))))
 
     skips, moments = False, list[Moment]()
     with left_out("skip_nonfinite", config, "an update"):

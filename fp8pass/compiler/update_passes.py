@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from fp8pass.compiler import order
-from fp8pass.compiler.run_passes import lint, run_all
+from fp8pass.compiler.run_passes import linter, run_all
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Annotation, copy_to_edit
 from fp8pass.graph.attempt import FIRST, Attempt
@@ -43,7 +43,7 @@ def annotated_update(
     def of_now() -> Sequence[Any]:
         return [*args, *(examples_of(context.inputs, call, args) if call is not None else ())]
 
-    run_all(todo, module, context, dump or Dump(), "dynamo", lint, of_now)
+    run_all(todo, module.graph, context, dump or Dump(), "dynamo", linter(module), of_now)
     module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
     return Annotation(module, [], [], inputs=[*context.inputs], is_update=True)

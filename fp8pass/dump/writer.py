@@ -93,12 +93,12 @@ class Dump:
         return self._failed[-1] if self._failed else None
 
     @classmethod
-    def of(cls, config: Config, module: fx.GraphModule, kind: str = "") -> Dump:
-        """Create the dump of a Dynamo graph that is about to be compiled. kind: appended to the name of the graph.
+    def of(cls, config: Config, name: str, kind: str = "") -> Dump:
+        """Create the dump of a graph that is about to be compiled. name: see `name_of`. kind: appended to the name.
 
         Raises Fp8Error if `config.dump_dir` is not writable.
         """
-        number, title = next(_numbers), ".".join(filter(None, (_name_of(module), kind)))
+        number, title = next(_numbers), ".".join(filter(None, (name, kind)))
         if not config.dump_dir:
             return cls(None, number, title)
         # The process is an argument because the function is cached: a forked process gets its own folder.
@@ -125,7 +125,7 @@ class Dump:
         part: "dynamo", "joint", "forward" or "backward".
         """
         step = PassStep(module, examples)
-        before = self._text(part, step)
+        before = self._text(part, step) if self.folder else ""
         started = time.perf_counter()
         try:
             with self.kept():
@@ -135,7 +135,7 @@ class Dump:
             raise
         summary = f"applied {step.applied} times in {(time.perf_counter() - started) * 1e3:.1f} ms"
         log.debug("graph %d, %s: %s %s", self.number, part, name, summary)
-        after = self._text(part, step)
+        after = self._text(part, step) if self.folder else ""
         self._write_step(part, name, f"{name}: {summary}", before, after)
         if step.applied or part == "dynamo":
             self.trace(f"{part}.{name}", lambda: after or readable(step.module))
@@ -144,8 +144,6 @@ class Dump:
         return f"{self._body}.{part}" if self._body else part
 
     def _text(self, part: str, step: PassStep) -> str:
-        if self.folder is None:
-            return ""
         from fp8pass.dump.source import runnable
 
         examples = step.examples()
@@ -231,7 +229,7 @@ class Dump:
             self._write("index.md", f"{head}| file | made by |\n|---|---|\n{''.join(self._rows)}")
 
 
-def _name_of(module: fx.GraphModule) -> str:
+def name_of(module: fx.GraphModule) -> str:
     """Return a readable name of a graph: its root module's class, otherwise the file and function where it begins."""
     for node in module.graph.nodes:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():

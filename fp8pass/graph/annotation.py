@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -117,7 +117,7 @@ class Annotation:
     def bootstrapped(self) -> Annotation:
         """A copy in which a tensor whose slot has no history is scaled by its own amax."""
         module = copy_to_edit(self.module)
-        for part in filter(_is_graph, module.modules()):
+        for part in graphs_of(module):
             for node in part.graph.nodes:
                 if node.target is ops.scales_or_one:
                     node.replace_all_uses_with(node.args[0])
@@ -225,8 +225,9 @@ def _keep(kept: list[list[Tensor]], x: Tensor) -> list[Tensor]:
     return kept[-1]
 
 
-def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
-    return isinstance(module, fx.GraphModule)
+def graphs_of(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield a graph, and the graphs that it calls: branches, loop bodies, regions, functions of layers."""
+    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
 
 
 def generate_code(module: fx.GraphModule) -> None:
@@ -235,7 +236,7 @@ def generate_code(module: fx.GraphModule) -> None:
     Branches of `torch.cond` are interpreted, node by node: torch calls them, their code would have to know quantizers,
     and so their ATen nodes get what the annotate pass noted on theirs.
     """
-    for part in filter(_is_graph, module.modules()):
+    for part in graphs_of(module):
         part.recompile()
         for call in part.graph.find_nodes(op="call_function", target=COND):
             for holder in call.args[1:3]:

@@ -16,7 +16,7 @@ from fp8pass.base.names import Names, module_path
 from fp8pass.compiler.eager import rewrite_all
 from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.compiler.traced_passes import quantized, runs_anywhere
-from fp8pass.dump.writer import Dump
+from fp8pass.dump.writer import Dump, name_of
 from fp8pass.graph.annotation import MatmulChoice, copy_to_edit
 from fp8pass.integrations.rewrite_aten import functional_aten
 from fp8pass.integrations.rewrite_state import RewriteState
@@ -85,7 +85,7 @@ def rewrite(
     flat = functional_aten(gm, leaves)
     paths = _paths(gm, example_inputs, names or {})
     cold = copy_to_edit(flat) if config.recipe is not None else flat
-    dump = Dump.of(config, flat, "rewrite")
+    dump = Dump.of(config, name_of(flat), "rewrite")
     context = quantized(flat, config, _TracedNames(flat, paths), False, dump)
     _check_patterns(config, flat, context.choices, paths)
     joint_passes = JointPasses(config, context.choices, dump)

@@ -22,7 +22,7 @@ from torch import fx
 
 from fp8pass.base._torch import INVOKE_SUBGRAPH
 from fp8pass.base.names import Path, path_of, source_name, source_of_path
-from fp8pass.graph.annotation import CHECKPOINT, copy_to_edit
+from fp8pass.graph.annotation import CHECKPOINT, copy_to_edit, graphs_of
 from fp8pass.graph.pass_base import DynamoContext
 
 
@@ -91,11 +91,6 @@ def _args(node: fx.Node) -> Any:
     return node.args
 
 
-def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """Return the graph and all graphs in it."""
-    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
-
-
 def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
     """Return the graphs that a higher-order op for checkpointing or control flow runs."""
     holders = (x for x in node.all_input_nodes if x.op == "get_attr")
@@ -108,7 +103,7 @@ def _add(module: fx.GraphModule, attribute: Any, renames: Mapping[Path, Path]) -
     name = next(name for i in itertools.count() if not hasattr(module, name := f"inlined_{i}"))
     if isinstance(attribute, fx.GraphModule):
         attribute = copy_to_edit(attribute)
-        for node in (n for part in _parts(attribute) for n in part.graph.nodes):
+        for node in (n for part in graphs_of(attribute) for n in part.graph.nodes):
             _rename(node, renames)
     setattr(module, name, attribute)
     return name
