@@ -71,8 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "variant: runs with --variants only; a similar test runs without it")
     config.addinivalue_line("markers", "xdist_group(name): one worker runs all tests with this name")
-    if getattr(config.option, "dist", "no") == "load":  # pytest-xdist's default, which knows no groups
-        config.option.dist = "loadgroup"
     os.environ["FP8PASS_ON_FAULT"] = "raise"  # the environment also reaches the processes that tests start
     if config.getoption("variants"):
         os.environ[VARIANTS] = "1"

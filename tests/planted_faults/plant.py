@@ -40,7 +40,7 @@ CHUNKS = (40, 200)
 """After so many tests a new pytest process begins: collecting all that reach a fault takes longer than the first."""
 LIMIT = 1800
 """Seconds after which a run of the tests that reach a fault counts as a hang. The whole suite has no limit."""
-SUITE = ("-p", "xdist", "-n", "auto", "--no-loadscope-reorder", "--ignore=tests/planted_faults")
+SUITE = ("-p", "xdist", "-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder", "--ignore=tests/planted_faults")
 """Arguments of pytest for the whole suite, without the tests that look for the texts which faults replace."""
 HANGS = f"a hang of more than {LIMIT} s"
 
