@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pkgutil
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from tests.helpers.harness import without_caches
-from tests.helpers.torchrun import VARIANTS, OnRanks
+from tests.helpers.torchrun import VARIANTS
 
 ORDER = ("ranks", "gpu_code", "tools", "inductor", "compiled", "passes")
 """The tiers, which are marks: each test has one. Long tests run first, so that no worker runs one alone at the end."""
@@ -40,16 +42,17 @@ def tier_of(item: pytest.Item) -> str:
     return tiers[0]
 
 
-def group_of(item: pytest.Item) -> str:
-    """Return the group of a test, whose tests one worker runs, or "" if it may run on any.
+@functools.cache
+def group_of(file: Path) -> str:
+    """Return the group of a test file, whose tests one worker runs, or "" if its tests may run on several.
 
     Tests of a group share something slow: the launch of the ranks, compiled code, or what their `xdist_group` names.
     """
-    if mark := item.get_closest_marker("xdist_group"):
-        return str(mark.args[0])
-    if item.get_closest_marker("ranks") and any(isinstance(v, OnRanks) for v in vars(item.module).values()):  # type: ignore[attr-defined]
-        return "ranks"
-    return item.path.stem if item.get_closest_marker("shares_code") else ""
+    text = file.read_text()
+    if "@on_ranks" in text:
+        return "ranks"  # whose launch runs the functions of all these files
+    named = re.search(r'pytest\.mark\.xdist_group\("(\w+)"\)', text)
+    return named[1] if named else str(file) if "pytest.mark.shares_code" in text else ""
 
 
 def shares_code(item: Any) -> bool:
@@ -87,16 +90,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return f"pytest.mark.{config.option.markexpr}" not in collection_path.read_text() or None
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which puts the groups into the names of tests
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a group to one worker.
+
+    pytest-xdist 3.8 itself puts the group into the name of a test, which pytest 9.2 does not let it change.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda test: group_of(config.rootpath / test.partition("::")[0]) or test
+    return scheduler
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:
         item.user_properties.append(("tier", tier_of(item)))
-        if group := group_of(item):
-            item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
-    items.sort(key=lambda item: (ORDER.index(tier_of(item)), not group_of(item)))
+    items.sort(key=lambda item: (ORDER.index(tier_of(item)), not group_of(item.path)))
     left_out = [i for i in items if i.get_closest_marker("variant") and not config.getoption("variants")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

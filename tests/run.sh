@@ -12,4 +12,4 @@ unset PYTHONDONTWRITEBYTECODE  # many processes import the same files, and use t
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # ignore plugins that happen to be installed
 export TORCHINDUCTOR_VEC_ISA_OK=1  # skip Inductor's test of vector instructions, which takes long in each process
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1  # one thread for each worker: pytest has one worker per core
-exec .venv/bin/python -m pytest -p xdist -q -n auto --dist loadgroup --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -p xdist -q -n auto --no-loadscope-reorder "$@"

@@ -40,7 +40,7 @@ CHUNKS = (40, 200)
 """After so many tests a new pytest process begins: collecting all that reach a fault takes longer than the first."""
 LIMIT = 1800
 """Seconds after which a run of the tests that reach a fault counts as a hang. The whole suite has no limit."""
-SUITE = ("-p", "xdist", "-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder", "--ignore=tests/planted_faults")
+SUITE = ("-p", "xdist", "-n", "auto", "--no-loadscope-reorder", "--ignore=tests/planted_faults")
 """Arguments of pytest for the whole suite, without the tests that look for the texts which faults replace."""
 HANGS = f"a hang of more than {LIMIT} s"
 
@@ -113,9 +113,9 @@ class Tests:
         passed = set()
         for line in log.read_text().splitlines() if log is not None else ():
             if found := re.fullmatch(r"([\d.]+)s (?:call|setup|teardown) +(tests/.*)", line):
-                self._seconds[_without_group(found[2])] += float(found[1])
+                self._seconds[found[2]] += float(found[1])
             elif found := re.search(r" PASSED (tests/.*\S)", line):
-                passed.add(_without_group(found[1]))
+                passed.add(found[1])
         # a test that only reads the results of other processes reaches no line and takes no time; the log lists it
         self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))} | set(self._seconds) | passed
 
@@ -149,12 +149,7 @@ def _file_of(test: str) -> str:
 def _test_of(context: str) -> str:
     """Return the test that a context of coverage names, as "|tests/test_x.py::test_y[1]|run"; "" if there is none."""
     found = re.search(r"(?:^|\|)(tests/.*)\|(?:setup|run|teardown)$", context)
-    return _without_group(found[1]) if found else ""
-
-
-def _without_group(test: str) -> str:
-    """Return the name of a test as pytest takes it: pytest-xdist adds "@" and the group that one worker runs."""
-    return test[: test.rindex("@")] if test.rfind("@") > test.rfind("]") else test
+    return found[1] if found else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +223,7 @@ class Tree:
         said = re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", done.stdout, re.MULTILINE)
         if not said and done.returncode != 0:
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return [_without_group(_named(line, arguments)) for line in said]
+        return [_named(line, arguments) for line in said]
 
 
 def _named(said: str, arguments: Sequence[str]) -> str:

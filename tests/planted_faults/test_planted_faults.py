@@ -35,9 +35,3 @@ def test_lines_of_a_fault_and_around_it() -> None:
     assert plant.lines_of(fault, text) == {5, 6}
     assert plant.lines_around({5, 6}, text) == {3, 4, 5, 6}
     assert plant.lines_around({1}, text) >= {1, 2, 3, 4, 5, 6}
-
-
-def test_the_group_is_no_part_of_a_tests_name() -> None:
-    assert plant._without_group("tests/a.py::test_b[c@d]@ranks") == "tests/a.py::test_b[c@d]"
-    for test in ("tests/a.py::test_b", "tests/a.py::test_b[c@d]"):
-        assert plant._without_group(test) == test
