@@ -7,7 +7,12 @@ if [ ! -x .venv/bin/python ]; then
     "${PYTHON:-python3}" -m venv --system-site-packages .venv
 fi
 echo "set-up 2 of 3: torch"
-if ! .venv/bin/python -c "import torch" 2>/dev/null; then
+has_torch() { "$1" -c "import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])" 2>/dev/null; }
+if ! has_torch .venv/bin/python >/dev/null && packages=$(has_torch "${PYTHON:-python3}"); then
+    # of an environment that is active: `--system-site-packages` shows those of the Python that this one was made from
+    echo "$packages" > "$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/active.pth"
+fi
+if ! has_torch .venv/bin/python >/dev/null; then
     echo "    torch is not installed: downloading $TORCH, 200 MB for CPUs, about 3 GB if pip's index has it with CUDA"
     .venv/bin/python -m pip install "torch==$TORCH"  # without --quiet, so that pip prints names and sizes of downloads
 fi
