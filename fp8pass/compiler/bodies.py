@@ -1,6 +1,6 @@
 """Compile a graph that calls functions: each function once, for all equal layers that it stands for.
 
-The compiled graph is a line of Python calls: each layer calls its function with its own parameters and its own parts of
+The compiled graph is a sequence of Python calls: each layer calls its function with its own parameters and its parts of
 the state. Autograd connects the calls, as it does where each layer is compiled by itself.
 """
 
@@ -91,6 +91,7 @@ def without_quantizing(function: fx.GraphModule, inputs: Sequence[Any]) -> tuple
     results: Any = output.args[0]
     output.args = (tuple(x for x in results if not _is_of_state(x)),)
     given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    # from the end, so that the users of a node are erased before it
     for node in reversed(list(module.graph.nodes)):
         if not node.users and _is_of_state(node):
             module.graph.erase_node(node)
@@ -110,8 +111,11 @@ def _are_separate(args: Sequence[Any], results: Sequence[Any]) -> bool:
     """Return whether all results are plain tensors that share storage neither with each other nor with `args`."""
     if not all(type(x) is FakeTensor for x in results):
         return False
-    own, others = ([x.untyped_storage()._cdata for x in of if type(x) is FakeTensor] for of in (results, args))
-    return len({*own}) == len(own) and {*own}.isdisjoint(others)
+    # `_cdata` identifies a storage: those of fake tensors have no data_ptr
+    of_results, of_args = (
+        [x.untyped_storage()._cdata for x in tensors if type(x) is FakeTensor] for tensors in (results, args)
+    )
+    return len({*of_results}) == len(of_results) and {*of_results}.isdisjoint(of_args)
 
 
 def _another(x: Tensor) -> Tensor:
@@ -127,9 +131,9 @@ def _unaligned(x: Tensor) -> Tensor:
 
 def _line_of_calls(module: fx.GraphModule, compiled: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the graph as Python code that calls compiled functions."""
-    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
-        twins[node] = new = graph.node_copy(node, twins.__getitem__)
+        copies[node] = new = graph.node_copy(node, copies.__getitem__)
         if node.op == "call_module":
             # a function, since the call of a module takes longer
             new.op, new.target = "call_function", _named(node.target, compiled[node.target])

@@ -1,4 +1,4 @@
-"""What decides whether torch's caches know a graph: the sources of fp8pass, and the functions that the graph calls."""
+"""Keys of torch's caches: the sources of fp8pass, and the functions of fp8pass that a graph calls."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def _is_ours(target: object) -> bool:
 @functools.cache
 def sources_hash() -> bytes:
     """Return a hash of all files of fp8pass."""
-    own, passes = (
-        Path(__file__).parent.parent,
-        Path(passes_file).parent,
-    )  # the installed package has passes/ in fp8pass/
-    files = [f for f in sorted(own.rglob("*.py")) if own / "passes" not in f.parents]
+    package, passes = Path(__file__).parent.parent, Path(passes_file).parent
+    # passes/ is within fp8pass/ only where the package is installed: left out here, and added from its own path
+    files = [f for f in sorted(package.rglob("*.py")) if package / "passes" not in f.parents]
     return get_hash_for_files(tuple(map(str, [*files, *sorted(passes.rglob("*.py"))])))

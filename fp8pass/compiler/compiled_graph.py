@@ -45,7 +45,7 @@ Run = Callable[..., Any]
 class Variant(NamedTuple):
     """A kind of call that a graph is compiled for. setting: the `autocast` around the call; None for none.
 
-    phase: `Config.variant` of the call's step; None if all steps are alike.
+    phase: `Config.variant` of the call's step; None if all steps are the same.
     """
 
     setting: Setting | None
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
 
 USUAL = Variant(None, None)
-"""The variant of calls outside of `autocast`, if all steps are alike."""
+"""The variant of calls outside of `autocast`, if all steps are the same."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Compilation:
 
     config: the options of one step. for_cold_slots: compiles it once more, for slots without history. notes: note how
     the graph quantizes weights. joins: how ranks share amaxes, if other ranks' graphs may have slots though this one
-    has none; else None.
+    has none; otherwise None.
     """
 
     config: Config
@@ -108,7 +108,7 @@ class Kind(Enum):
     FIRST = "the forward of a checkpointed region, with gradients"
     AHEAD = "the forward of a reentrant region, without gradients, which its backward will repeat with them"
     REPEATED = "run again by the backward of a region"
-    SHAPES = "of no step: a stage of a pipeline finds out what it returns"
+    SHAPES = "not in a step: a pipeline stage runs once to infer the shapes of its outputs"
 
 
 @dataclass
@@ -189,6 +189,7 @@ class CompiledGraph:
             self._first_is_fake = False
             (first,) = self._compilations.values()
             return first.run(*first.annotation.examples(args))
+        # a graph without state is not classified until some thread enters an `autocast`: all its calls are `USUAL`
         compilation, call = self._usual, None
         if compilation is not None and compilation.replaced_by is not None:
             compilation = compilation.replaced_by
@@ -206,6 +207,7 @@ class CompiledGraph:
         region, how = checkpointed_region() or (None, None)
         forward = region.next_forward(self._key(owned)) if region is not None and how is RegionPass.REPEATED else None
         setting = self._setting(region, how, forward) if any_entered() else None
+        # `_step` begins a step of the counter in training: once per call
         step = self._step(owned, region, how, forward) if self._config_of(setting).varies else 0
         variant = self._variant(setting, step)
         if how is RegionPass.REPEATED:
@@ -268,16 +270,16 @@ class CompiledGraph:
         return USUAL if setting is None else Variant(setting, None)
 
     def _compilation(self, variant: Variant, step: int) -> Compilation:
-        known = self._compilations.get(variant) or self._compiled(variant, step)
-        return known.replaced_by or known
+        compilation = self._compilations.get(variant) or self._compiled(variant, step)
+        return compilation.replaced_by or compilation
 
     def _compiled(self, variant: Variant, step: int) -> Compilation:
         with self._lock:
-            if variant in self._compilations:
+            if variant in self._compilations:  # another thread has compiled it while this one waited
                 return self._compilations[variant]
             config = self._config_at(variant.setting, step)
-            alike = (c for c in self._compilations.values() if c.config == config)
-            return self._add(variant, next(alike, None) or self._compile_with(config))
+            with_same_options = (c for c in self._compilations.values() if c.config == config)
+            return self._add(variant, next(with_same_options, None) or self._compile_with(config))
 
     def _add(self, variant: Variant, compilation: Compilation) -> Compilation:
         self._compilations[variant] = compilation
@@ -313,7 +315,7 @@ class CompiledGraph:
     def _roll(self, call: _GraphCall) -> None:
         finish()  # histories roll what all ranks have recorded
         for state in call.states:
-            state.begin()
+            state.begin()  # before the roll, which then merges what other graphs recorded in these slots
             if state.table.training:
                 begin_step(state)
 
@@ -401,6 +403,7 @@ class CompiledGraph:
         assert call.region is not None
         # `Kind.AHEAD` ran the code of evaluation, which the repetition cannot use
         run = call.run if call.kind is Kind.FIRST else None
+        # copies: the slots may roll before the backward repeats this forward
         scales = [(s.keys, s.tensors.scale.clone()) for s in call.states]
         user_scales = [call.args[scale].clone() for scale, *_ in compilation.annotation.scale_states]
         forward = _RegionForward(call.variant.setting, call.step, run, call.eager, scales, user_scales)
@@ -498,4 +501,4 @@ def _in_backward(states: Sequence[weakref.ref[InstanceState]], _: Any) -> None:
 def _reducer_of(states: Sequence[InstanceState]) -> Reducer | None:
     """Return the reducer of the states' amaxes; None if none of them is reduced, or there are no other ranks."""
     reduced = ((s.reduces, s.table.device) for s in states if s.reduces is not None)
-    return next((reducer_of(*of) for of in reduced), None)
+    return next((reducer_of(*key) for key in reduced), None)

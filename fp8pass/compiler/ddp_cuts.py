@@ -46,7 +46,8 @@ def cuts_at_layers(backend: Callable[..., Any], options: dict[str, Any], module:
     if make is None or not (config := make(**options)).compiles_once:
         return False
     pieces = pieces_of(module, config)
-    completed_by: dict[fx.Node, int] = {}  # the first piece that reads a parameter: its backward runs last
+    # {parameter: the first piece that reads it}: that piece's backward runs last, and so completes the gradient
+    completed_by: dict[fx.Node, int] = {}
     for i, piece in enumerate(pieces):
         for node in (n for reader in piece.nodes for n in reader.all_input_nodes if n.op == "placeholder"):
             completed_by.setdefault(node, i)
@@ -54,7 +55,7 @@ def cuts_at_layers(backend: Callable[..., Any], options: dict[str, Any], module:
     for node, i in completed_by.items():
         if i in sizes:
             sizes[i].append(_bytes(node))
-    return bool(pieces) and all(sum(of) - max(of) <= bucket for of in sizes.values())
+    return bool(pieces) and all(sum(of_piece) - max(of_piece) <= bucket for of_piece in sizes.values())
 
 
 def _bytes(node: fx.Node) -> int:

@@ -2,7 +2,7 @@
 
 before  backward ends         each rank has recorded the amaxes of its own part of the batch, or of the tensor
         all_reduce(MAX)       reduces all slots of all graphs in one vector, while the optimizer runs
-after   next forward          copies the result to the slots, and rolls their histories: alike on every rank
+after   next forward          copies the result to the slots, and rolls their histories, equally on every rank
 
 Amaxes are sent as the bits of float32 in int32, which sort as the floats do: -1, which means no amax, below 0,
 and NaN above infinity, so that it does not matter how a backend computes the maximum with NaN. All ranks agree on the
@@ -104,11 +104,13 @@ class Reducer:
         self._new: dict[InstanceState, bool] = {}
         """The states that were used and are not in the vector. True where a backward ran: all ranks must have those."""
         self._agreements = 0
+        """Number of exchanges so far: part of their keys in the store, which keeps those of earlier exchanges."""
         self._pending: _Pending | None = None
         self._headers: tuple[Tensor, Tensor] | None = None
         self._last_header: Tensor | None = None
         """The header of the previous reduction, on the CPU or being copied there."""
         self._task = -1
+        """Id of the autograd graph task that will call `_after_backward`; -1 if none will."""
         self._takes_part = False
         """True if a backward of a graph without slots ran; the same graph may have slots on other ranks."""
         self._steps = 0
@@ -129,6 +131,7 @@ class Reducer:
                 "under DistributedDataParallel.join() a rank may end before the others, who would wait for its amaxes: "
                 "set reduce_amax=False, or give all ranks equally many batches"
             )
+        # weak references: the hook lives as long as the autograd graph, which the user may keep longer than the model
         hook = functools.partial(self._in_backward, [weakref.ref(s) for s in states], may_end)
         outputs = differentiable(result)
         for x in outputs:
@@ -160,6 +163,7 @@ class Reducer:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_backward(self) -> None:
         self._task = -1
+        # under no_sync the step continues: a later backward, the first outside of it, starts the reduction
         if not _postponed and not any(state.tracker.in_accumulation for state in self._running):
             self.launch()
 
@@ -172,7 +176,7 @@ class Reducer:
             news = any(state.reduction.unreduced for state in self._running) or self._takes_part
             if not news or (process_group := self._process_group()) is None:
                 return
-            self._finish()
+            self._finish()  # sets `_last_header`, which is read below
             self._takes_part = False
             self._add_new()
             for state in self._states():
@@ -182,6 +186,7 @@ class Reducer:
                 state.reduction.clear()
             if self._agreed is None or self._says_changed(self._last_header):
                 self._agree(process_group)
+            # all ranks reach this line equally often, and so reduce in the same steps
             self._steps += 1
             if self._steps % self._what.interval == 0:
                 self._start(process_group)
@@ -233,6 +238,7 @@ class Reducer:
         for part in self._agreed:
             state = part.state()
             amaxes_of_part = [] if state is None else _amaxes(state, self._what.interval)
+            # a state that this rank has freed keeps its elements: the layout changes only when all ranks agree
             parts += amaxes_of_part or [None]
             sizes += [len(x) for x in amaxes_of_part] or [part.size]
         # -1 for slots that only other ranks still have
@@ -262,8 +268,9 @@ class Reducer:
     def _finish(self) -> None:
         if self._pending is None:
             return
+        # cleared before the wait: if that raises, as after a timeout, the next call does not wait for the same work
         pending, self._pending = self._pending, None
-        pending.work.wait()
+        pending.work.wait()  # with NCCL, the current stream waits, and the host does not
         self._last_header = pending.vector[:HEADER].to("cpu", non_blocking=True)
         # a non_blocking copy to the CPU may be read only after this event: see `_says_changed`
         if self._device.type == "cuda":
@@ -300,11 +307,11 @@ class Reducer:
         Raises Fp8Error, on every rank, if the ranks have trained different graphs.
         """
         before, new, self._new = self._agreed or [], self._new, {}
-        told = {
+        answer_here = {
             "there": [part.is_there() for part in before],
             "new": [[self._row(state), is_trained] for state, is_trained in new.items()],
         }
-        by_rank = self._told(process_group, told)
+        by_rank = self._exchanged(process_group, answer_here)
         try:
             trained_only = _trained_only([part.row for part in before], [answer["new"] for answer in by_rank])
         except Fp8Error as error:
@@ -319,14 +326,14 @@ class Reducer:
         ]
         self._last_header = None  # the change that it told of is in the vector now
 
-    def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:
-        """Send `mine` to all ranks, and return the values of all, by rank."""
+    def _exchanged(self, process_group: dist.ProcessGroup, value: Any) -> list[Any]:
+        """Send `value` to all ranks, and return the values of all, by rank."""
         self._agreements += 1
         # torch's fake backend simulates a large world in one process: no other rank answers
         if dist.get_backend(process_group) == "fake":
-            return [mine]
+            return [value]
         limit = timeout_of(process_group, self._device)
-        return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
+        return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", value, limit)
 
     def _row(self, state: InstanceState) -> list[Any]:
         return [list(state.table.names), repr(state.table.recipe), state.table.n_weights, state.tracker.stage]
@@ -342,14 +349,14 @@ def _trained_only(before: list[Any], new: Sequence[Sequence[tuple[Any, bool]]]) 
     rows that are not in it, each with a flag for whether its backward ran. Raises Fp8Error if the ranks have trained
     different graphs.
     """
-    if _are_alike([[row for row, _ in rows] for rows in new]):
+    if _are_equal([[row for row, _ in rows] for rows in new]):
         return False
-    if _are_alike([[row for row, is_trained in rows if is_trained] for rows in new]):
+    if _are_equal([[row for row, is_trained in rows if is_trained] for rows in new]):
         return True
     raise Fp8Error(_difference([[*before, *(row for row, _ in rows)] for rows in new]))
 
 
-def _are_alike(values: Sequence[Any]) -> bool:
+def _are_equal(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
@@ -370,13 +377,13 @@ def _amaxes(state: InstanceState, interval: int) -> list[Tensor]:
     return [t.amax_forward, t.amax_weights, t.amax_backward, *t.amax_history[: interval - 1].unbind(0)]
 
 
-def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: timedelta) -> list[Any]:
-    """Send `mine` to all ranks as JSON, and return the values of all, by rank.
+def tell_all(process_group: dist.ProcessGroup, name: str, value: Any, limit: timedelta) -> list[Any]:
+    """Send `value` to all ranks as JSON, and return the values of all, by rank.
 
     name: identifies the exchange, the same on all ranks. limit: the time that it may take. It uses the store of the
     process group, not a collective, which would hang if a rank did not take part. Raises NotCome if one does not.
     """
-    text = json.dumps(mine)
+    text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     store = store_of(process_group, f"fp8pass/{name}")
     rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -391,8 +398,8 @@ def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: time
     if rank == 0:
         store.set("digests", json.dumps(digests))
     digests = json.loads(store.get("digests"))
-    told = {d: json.loads(text if d == digest else store.get(d)) for d in dict.fromkeys(digests)}
-    return [told[d] for d in digests]
+    values = {d: json.loads(text if d == digest else store.get(d)) for d in dict.fromkeys(digests)}
+    return [values[d] for d in digests]
 
 
 def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:

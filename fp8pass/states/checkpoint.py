@@ -99,7 +99,7 @@ class State:
         finish()  # a reduction under way writes its result to the slots only now
         entries = sorted(self._entries().items())
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
-        if not slots and not self.steps:
+        if not slots and not self.steps:  # as before the first call: a checkpoint then gets no keys of FP8
             return {}
         state_dict = {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
         if target := self._target():
@@ -170,7 +170,7 @@ class State:
         self._loaded = _Loaded(entries, saved, strict, self._steps)
         for state, names in located:
             self._write(state, names, entries, saved)
-        _unjudged.add(self)
+        _newly_loaded.add(self)
 
     def begin_with(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load another state's `state_dict`, not strictly, before the module itself has any state."""
@@ -178,11 +178,11 @@ class State:
         saved = as_text(state_dict[RECIPE])
         self._loaded = _Loaded(entries_of(state_dict), saved, strict=False, steps=self._steps)
 
-    def judge(self, state: InstanceState) -> None:
+    def warn_of_unused(self, state: InstanceState) -> None:
         """Warn of loaded slots that the first step after the load did not use; they are kept, as a later step may."""
         if state.tracker.steps <= self._steps or not any(state is s for s in self._states()):
             return
-        _unjudged.discard(self)
+        _newly_loaded.discard(self)
         used = {name for _, names in self._located() for name in names}
         if unused := sorted(set(self._loaded.entries) - used):
             log.warning(
@@ -290,6 +290,7 @@ class State:
         loaded = self._loaded
         if not loaded.entries:
             return
+        # at most one: none if the state has no slots, or none of its tensors is the module's
         for names in [names for located, names in self._located() if located is state]:
             loaded.entries = _regrouped(loaded.entries, set(names))
             several = [name for name in names if f"{name}~1" in loaded.entries or "~" in name]
@@ -380,19 +381,19 @@ def recipe_text(states: Sequence[InstanceState]) -> str:
     )
 
 
-def check_recipe(saved: str, own: str) -> None:
+def check_recipe(saved: str, current: str) -> None:
     """Raise Fp8Error if a model has a recipe that its state was not saved under. Both: a result of `recipe_text`."""
-    if saved and own and not _is_among(own, saved):
+    if saved and current and not _is_among(current, saved):
         raise Fp8Error(
-            f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
-            "to keep its histories and recompute scales, or train with the recipe that it was saved under."
+            f"the FP8 state was saved under {saved}, and this model is trained with {current}. Load it with "
+            "strict=False to keep its histories and recompute scales, or train with the recipe that it was saved under."
         )
 
 
-def _is_among(own: str, saved: str) -> bool:
-    """Return whether all recipes of `own` are in `saved`; True if `saved` was cut at 512 bytes."""
+def _is_among(current: str, saved: str) -> bool:
+    """Return whether all recipes of `current` are in `saved`; True if `saved` was cut at 512 bytes."""
     cut = len(saved.encode()) >= _RECIPE_BYTES - 1
-    return cut or set(own.split(AND)) <= set(saved.split(AND))
+    return cut or set(current.split(AND)) <= set(saved.split(AND))
 
 
 def as_tensor(text: str, size: int = _RECIPE_BYTES) -> Tensor:
@@ -437,6 +438,7 @@ def _rename(relative: str, paths: Sequence[str]) -> _Rename:
 
 
 def _free_name(name: str, key: Any, taken: dict[str, Any]) -> str:
+    """Return `name`, numbered if a slot with another key has taken it; take it for `key`."""
     number = 0
     while taken.setdefault(f"{name}~{number}" if number else name, key) != key:
         number += 1
@@ -498,8 +500,8 @@ def _unknown(entries: Mapping[str, Entry], module: nn.Module) -> str:
     """Return a text that lists slots whose layer the module lacks, with the nearest layer's name; "" if none do."""
     names = names_of(module)
     absent = [slot for slot in entries if not has_layers_of(slot, names)]
-    told = [f"{slot}{nearest(_layers_of(slot)[0], names)}" for slot in absent[:3]]
-    return "; ".join(told) + (f"; and {len(absent) - 3} more" if len(absent) > 3 else "")
+    listed = [f"{slot}{nearest(_layers_of(slot)[0], names)}" for slot in absent[:3]]
+    return "; ".join(listed) + (f"; and {len(absent) - 3} more" if len(absent) > 3 else "")
 
 
 def has_layers_of(slot: str, names: Set[str]) -> bool:
@@ -548,7 +550,7 @@ def _together(entries: Sequence[Entry]) -> Entry:
 # a State refers weakly to its module: a strong reference from the value would keep the key alive
 _of_modules: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
-_unjudged: weakref.WeakSet[State] = weakref.WeakSet()
+_newly_loaded: weakref.WeakSet[State] = weakref.WeakSet()
 """The `State`s that were loaded and have not ended a step since."""
 
 
@@ -563,12 +565,12 @@ def state_of(module: nn.Module) -> State:
 def _listen() -> None:
     """Let the registry tell of new instance states, and of steps, from now on."""
     registry.on_new.insert(0, _restore)  # first: a state gets what was loaded before others read it
-    registry.on_step.append(_judge)
+    registry.on_step.append(_warn_of_unused)
 
 
-def _judge(state: InstanceState) -> None:
-    for of_module in list(_unjudged):
-        of_module.judge(state)
+def _warn_of_unused(state: InstanceState) -> None:
+    for of_module in list(_newly_loaded):  # a copy: the call may remove the State
+        of_module.warn_of_unused(state)
 
 
 def _restore(state: InstanceState) -> None:

@@ -67,7 +67,7 @@ class _Companion:
         """Give the copy of the module a copy of its state."""
         module = self._module()
         copy = memo.get(id(module))
-        if module is None or copy is None:
+        if module is None or copy is None:  # None if this entry was copied without its module
             return None
         with unset_fake_temporarily():  # a module may be copied under a fake mode; its state is real tensors
             saved = _state_of(module).state_dict()
@@ -88,8 +88,8 @@ class _Companion:
 
 def goes_along_with_model(state: InstanceState) -> None:
     """Call `goes_along` for the outermost running module that owns tensors of the new instance state."""
-    mine = {id(tensor) for tensor in state.owned_tensors()}
-    model = next((m for m in reversed(running_modules()) if not mine.isdisjoint(ids_of(m))), None)
+    owned_ids = {id(tensor) for tensor in state.owned_tensors()}
+    model = next((m for m in reversed(running_modules()) if not owned_ids.isdisjoint(ids_of(m))), None)
     if model is not None and state.table.remembers:
         goes_along(unwrapped(model))
 

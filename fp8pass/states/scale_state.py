@@ -134,7 +134,7 @@ class ScaleState(nn.Module):
         if isinstance(saved, Tensor) and saved.dim() == 1 and len(saved) != len(self.amax_history):
             state_dict = {**state_dict, **self._resized(state_dict, prefix, saved)}
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.end_accumulation()
+        self.end_accumulation()  # the flags are not saved: the step that was saved has ended
 
     def _resized(self, state_dict: dict[str, Any], prefix: str, saved: Tensor) -> dict[str, Tensor]:
         """Return the history `saved` resized to this state's length, and the scale recomputed from it, by key."""
@@ -278,6 +278,7 @@ def begin_graph(*arguments: Any) -> Tensor:
     """
     use = _Use(*arguments)
     released = use.held.logical_not()
+    # `step_ended` too: the first call within an accumulation is held, and rolls what the calls before it recorded
     new_scale = _roll_if(use.step_ended | released, use)
     use.step_ended.data.copy_(released)
     return new_scale
@@ -361,6 +362,7 @@ class _EndsStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step_ended: Tensor, held: Tensor, anchor: Tensor | None) -> Tensor:
+        # not by save_for_backward, which would raise if another use had written a flag before this backward
         ctx.flags = step_ended, held
         return x.view_as(x)
 

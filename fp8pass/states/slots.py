@@ -429,6 +429,7 @@ class InstanceState:
 
         The scale is computed from the history if the length changed or if `anew`; otherwise it is copied.
         """
+        # the tensors are written in place, not replaced: CUDA graphs hold their addresses
         t, amax = self.tensors, self.amax()
         for slot, name in enumerate(self.table.names):
             if name in entries:
@@ -452,6 +453,7 @@ _numbers: dict[DelayedScaling | StaticScaling, int] = {}
 
 def new_state(table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
     """Return a state without history. owned: the tensors of its instance, which it does not keep alive."""
+    # a weak reference whose tensor is freed appends itself to `gone`: so `alive` need not call them all at each call
     gone: list[weakref.ref[Tensor]] = []
     return InstanceState(table, tuple(weakref.ref(t, gone.append) for t in owned), table.new_tensors(), gone)
 
@@ -484,6 +486,7 @@ class StateRegistry:
         return next((s for s in self._states if _same(s, owned) and s.table == table), None)
 
     def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
+        # new objects instead of changes in place: `of` reads `_of` without the lock
         self._states = [s for s in self._states if s.alive()]
         self._of = {key: (t, s) for key, (t, s) in self._of.items() if s.alive()}
         # a tensor made in inference mode can't be written in place outside of it
@@ -504,7 +507,7 @@ class StateRegistry:
             for restore in self.on_new:
                 restore(state)
         except BaseException:
-            self._states.remove(state)
+            self._states.remove(state)  # the weak sets of the other states lose it when it is freed
             raise
         return state
 

@@ -60,6 +60,7 @@ class _Accumulation(_Step):
     def owns(self, *tensors: int) -> bool:
         """Return whether the tensors with these ids belong to the module, whose first forward may make new ones."""
         missing = set(tensors) - self.owned
+        # not walked again for tensors that are known to be foreign: each step asks for the same ones
         if missing and missing.isdisjoint(self.foreign):
             self.owned = ids_of(self.module)
             missing -= self.owned
@@ -147,8 +148,8 @@ def begin_step(state: InstanceState) -> None:
     call = pipeline_call()
     if call is not None and call.microbatch is None:
         return
-    for tell in registry.on_step:  # before the step begins: `State.judge` looks at the steps that have ended
-        tell(state)
+    for callback in registry.on_step:  # before the step begins: `State.warn_of_unused` asks which steps have ended
+        callback(state)
     step = _step_of_pipeline(call, state)
     # torch.distributed.pipelining runs all forwards of a DDP module under no_sync, so no_sync says nothing there.
     # `accumulate` is called there too: it clears what a forward outside of the pipeline has noted.
@@ -161,6 +162,7 @@ def begin_step(state: InstanceState) -> None:
         state.tracker.await_backward(holds and not goes_on)
         begins(state)
         return
+    # held: all slots if the step continues, otherwise those that have begun the step already, in this or another graph
     slots, graph = _covered(state, step)
     state.hold([holds or (around is not None and key in around.begun) for key, around in slots])
     key, around = graph
@@ -242,6 +244,7 @@ class CheckpointCall:
         """Return what was remembered for the call that is now repeated; None if the region has no such call."""
         # each backward (autograd graph task) repeats the region from its start: retain_graph allows several
         token = (key, current_graph_task_id())
+        # A graph may be called several times in a region; the backward repeats the calls in their order.
         position = self.repeated[token]
         self.repeated[token] += 1
         forwards = self.forwards.get(key, [])
