@@ -66,7 +66,7 @@ def fp8pass(
 
 
 def _watched(function: Callable[..., Any], compiled: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return what `torch.compile` returns with this backend: the compiled function, whose first step is judged."""
+    """Return what `torch.compile` returns with this backend: the compiled function, whose first step is checked."""
     first = FirstStep(function, compiled, functools.partial(make_config, **options), compile_graph)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _watched(function: Callable[..., Any], compiled: Callable[..., Any], options
 
 @functools.cache
 def _prepare() -> None:
-    """Change what this backend needs changed in torch, and tell the registry of states whom to call."""
+    """Patch torch where this backend needs it, and register callbacks for new states."""
     instead_of_compiled(fp8pass, _watched)
     watch_compilations()
     cut_at_layers()
@@ -107,7 +107,7 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         from fp8pass.compiler.update_compiler import update_graph
 
         return update_graph(module, config, refs)
-    _freeze(module, example_inputs, config)
+    _freeze(module, example_inputs, config)  # may not return: it lets Dynamo trace the code again
     is_reference = trial is not None and trial.way == "reference"
     return _compiled_graph(module, example_inputs, config, is_reference)
 
@@ -119,9 +119,10 @@ def _freeze(module: fx.GraphModule, example_inputs: Sequence[Any], config: Confi
     from fp8pass.frozen.replace import freeze_parameters
     from fp8pass.passes.dynamo.frozen_parameters import frozen_parameters
 
-    weights = {example_inputs[i]: scales for i, scales in frozen_parameters(module, config).items()}
-    weights = {weight: scales for weight, scales in weights.items() if type(weight) is nn.Parameter}
-    if frozen := freeze_parameters(weights) if weights else []:
+    scales_of = {example_inputs[i]: scales for i, scales in frozen_parameters(module, config).items()}
+    # others, such as fake tensors and weights that are in FP8 already, stay as they are
+    scales_of = {weight: scales for weight, scales in scales_of.items() if type(weight) is nn.Parameter}
+    if frozen := freeze_parameters(scales_of) if scales_of else []:
         log.info("frozen='fp8': %d weights are in FP8 alone now, of %s", len(frozen), ", ".join(frozen))
         trace_again("fp8pass has replaced frozen weights by FP8 ones")
 

@@ -227,10 +227,10 @@ class _KnownWeight(NamedTuple):
 class _ShardCopies(NamedTuple):
     """FP8 copies of all shards, with the scales that they were quantized with, by key.
 
-    of: the value of `_Weights._as_they_are` when they were quantized; shards: the tensors that were quantized.
+    made_of: the value of `_Weights._as_they_are` when they were quantized; shards: the tensors that were quantized.
     """
 
-    of: Any
+    made_of: Any
     copies: dict[int, Tensor]
     scales: dict[int, Tensor]
     shards: dict[int, weakref.ref[Tensor]]
@@ -280,10 +280,10 @@ class _Weights:
 
     def is_parameter(self, key: int, parameter: Tensor, mesh: DeviceMesh | None = None) -> None:
         """Set the parameter that the weight of this key is now. mesh: the mesh of its shards, None if not known."""
-        known = self._known.get(key)
-        mesh = mesh or (known.mesh if known else None)
-        if mesh is not None and (known is None or known.parameter() is not parameter):
-            self._known[key] = _KnownWeight(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
+        before = self._known.get(key)
+        mesh = mesh or (before.mesh if before else None)
+        if mesh is not None and (before is None or before.parameter() is not parameter):
+            self._known[key] = _KnownWeight(weakref.ref(parameter), mesh, before.change + 1 if before else 0)
 
     def quantized(self, key: int, parameter: Tensor, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         """Return a shard in FP8, and its scale f32[]; compute the scales of all weights if any may have changed.
@@ -297,7 +297,7 @@ class _Weights:
         """
         self.is_parameter(key, parameter, mesh)
         written, now = self._written, self._as_they_are()
-        if written is not None and written.of == now:
+        if written is not None and written.made_of == now:
             scale = written.scales[key].to(x.device)
             # otherwise FSDP has made a new tensor of this shard, on this rank alone: its scale is that of `write`, all
             # the same
@@ -329,12 +329,12 @@ class _Weights:
         self._written = None
 
     def _shards(self) -> _Shards:
-        alive = {k: (known.parameter(), known.mesh) for k, known in self._known.items()}
+        alive = {k: (weight.parameter(), weight.mesh) for k, weight in self._known.items()}
         return {k: (_tensor_of(p), mesh) for k, (p, mesh) in alive.items() if p is not None}
 
     def _as_they_are(self) -> Any:
         """Return a value that stays equal until a parameter is replaced or its version counter changes."""
-        alive = {k: (known.parameter(), known.change) for k, known in self._known.items()}
+        alive = {k: (weight.parameter(), weight.change) for k, weight in self._known.items()}
         return [(k, change, p._version) for k, (p, change) in alive.items() if p is not None]
 
 
@@ -359,7 +359,7 @@ def _scales(shards: _Shards) -> dict[int, Tensor]:
     by_mesh: dict[DeviceMesh, dict[int, Tensor]] = {}
     for key, (x, mesh) in shards.items():
         by_mesh.setdefault(mesh, {})[key] = x
-    return {key: scale for mesh, mine in by_mesh.items() for key, scale in _scales_over(mesh, mine).items()}
+    return {key: scale for mesh, of_mesh in by_mesh.items() for key, scale in _scales_over(mesh, of_mesh).items()}
 
 
 @torch.no_grad()
@@ -409,9 +409,9 @@ class Fp8Shard(WrapperTensor):
         return ["_tensor"], (self._weights, self._key)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], of: Any, size: Any, stride: Any) -> Fp8Shard:
+    def __tensor_unflatten__(inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any) -> Fp8Shard:
         """Rebuild the tensor from the parts that `__tensor_flatten__` named."""
-        return Fp8Shard(inner["_tensor"], *of)
+        return Fp8Shard(inner["_tensor"], *metadata)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain tensor, which loads without fp8pass."""

@@ -187,9 +187,9 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    known = torch.ops.mkldnn
-    asked = {torch.bfloat16: known._is_mkldnn_bf16_supported, torch.float16: known._is_mkldnn_fp16_supported}
-    return bool(asked[dtype]())
+    ops = torch.ops.mkldnn
+    checks = {torch.bfloat16: ops._is_mkldnn_bf16_supported, torch.float16: ops._is_mkldnn_fp16_supported}
+    return bool(checks[dtype]())
 
 
 @contextlib.contextmanager
@@ -226,13 +226,13 @@ skip_code(dynamo_is_on.__code__)
 def disabled_functions() -> list[Any]:
     """Return the running functions that have switched Dynamo off since it was last switched on, innermost first."""
     off, on = _switches()
-    found: list[Any] = []
+    functions: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not on:
         if frame.f_code is off:
-            found.append(frame.f_locals["fn"])  # the wrapper's local for the function that it runs
+            functions.append(frame.f_locals["fn"])  # the wrapper's local for the function that it runs
         frame = frame.f_back
-    return found
+    return functions
 
 
 def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any], None]) -> None:
@@ -242,6 +242,7 @@ def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any]
     calls of the function run and which it may edit.
     """
     # Dynamo has no public hook for attempts: its callbacks do not get the frame's code or the result.
+    # the class, not an object: Dynamo makes a ConvertFrame for each call of `torch.compile`
     compile_frame = ConvertFrame.__call__
 
     def compile_and_tell(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,6 +261,7 @@ def leave_op_by_op(is_left: Callable[[CodeType], bool]) -> None:
     """
     compile_frame = ConvertFrame.__call__
 
+    # by default, a ConvertFrameReturn has no code and is for all later calls too: Dynamo does not ask about it again
     def compile_or_leave(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if is_left(frame.f_code):
             return ConvertFrameReturn()
@@ -296,13 +298,13 @@ def frames_op_by_op(until: CodeType) -> list[FrameType]:
 
     Leaves out torch's functions. [] in a thread in which the function with that code does not run.
     """
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not until:
         if not frame.f_code.co_filename.startswith(_TORCH) and frame.f_code not in output_codes:
-            found.append(frame)
+            frames.append(frame)
         frame = frame.f_back
-    return found if frame is not None else []
+    return frames if frame is not None else []
 
 
 _TORCH = torch.__path__[0]
@@ -337,8 +339,8 @@ def hint_of(size: Any) -> Any:
 
 def known_values(env: Any) -> dict[Any, int]:
     """Return the values that the symbols of a shape environment had in the call that is compiled."""
-    known = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
-    return {symbol: int(value) for symbol, value in (env.var_to_val if known is None else known).items()}
+    values = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
+    return {symbol: int(value) for symbol, value in (env.var_to_val if values is None else values).items()}
 
 
 def example_of(env: Any, symbol: Any) -> int:
@@ -363,7 +365,7 @@ def why_compiled_again() -> str:
 @contextlib.contextmanager
 def all_compilations() -> Iterator[None]:
     """Make torch remember up to 65536 compilations within the context, for `compilations`, instead of the last 64."""
-    limit = dynamo_utils._compilation_metrics.maxlen or 0
+    limit = dynamo_utils._compilation_metrics.maxlen or 0  # a deque
     dynamo_utils.set_compilation_metrics_limit(1 << 16)
     try:
         yield
@@ -414,15 +416,15 @@ def _self_in_varargs(code: CodeType, local: Mapping[str, Any]) -> dict[str, Any]
 
 def running_modules() -> list[torch.nn.Module]:
     """Return the modules with a running method, from the inside out."""
-    found: list[torch.nn.Module] = []
+    modules: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
             module := frame.f_locals.get("self"), torch.nn.Module
         ):
-            found.append(module)
+            modules.append(module)
         frame = frame.f_back
-    return found
+    return modules
 
 
 def _current_translator() -> Any:
@@ -434,14 +436,14 @@ def _current_translator() -> Any:
 
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that `module.modules()` yields, in another order, in a third of the time: without names."""
-    found: dict[torch.nn.Module, None] = {}
+    modules: dict[torch.nn.Module, None] = {}  # an ordered set
     todo: list[torch.nn.Module | None] = [module]
     while todo:
         part = todo.pop()
-        if part is not None and part not in found:
-            found[part] = None
+        if part is not None and part not in modules:
+            modules[part] = None
             todo += part._modules.values()
-    return list(found)
+    return list(modules)
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -588,11 +590,11 @@ def context_of_one_graph() -> Iterator[None]:
     if (context := TracingContext.try_get()) is None:
         yield
         return
-    own = copy.copy(context)
-    own.ddp_optimizer_ctx = None  # DDPOptimizer's remedy, which counts on one graph for each of its parts
-    with tracing(own):
+    of_graph = copy.copy(context)
+    of_graph.ddp_optimizer_ctx = None  # DDPOptimizer's remedy, which counts on one graph for each of its parts
+    with tracing(of_graph):
         yield
-    context.fw_metadata = own.fw_metadata  # which DDPOptimizer wants to see
+    context.fw_metadata = of_graph.fw_metadata  # which DDPOptimizer wants to see
 
 
 @contextlib.contextmanager
@@ -735,8 +737,9 @@ def undecorated_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     hooks, and turn gradients off.
     """
     step: Any = type(optimizer).step
-    own = {f.__code__.co_filename for f in (torch.optim.Optimizer.__repr__, torch.no_grad()(len))}
-    while hasattr(step, "__wrapped__") and step.__code__.co_filename in own:
+    # of the optimizer's hooks and of `torch.no_grad`: a decorator of the user's, in another file, stays
+    files = {f.__code__.co_filename for f in (torch.optim.Optimizer.__repr__, torch.no_grad()(len))}
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename in files:
         step = step.__wrapped__
     undecorated: Callable[..., Any] = step
     return undecorated

@@ -23,7 +23,7 @@ class Fp8Error(RuntimeError):
 
 
 class Fault(Fp8Error):
-    """An internal error of fp8pass. place: the name of the pass, or "choices" or "combine", which advise Inductor."""
+    """An internal error of fp8pass. place: the name of the pass, or "choices" or "combine", which change Inductor."""
 
     def __init__(self, place: str, error: Exception) -> None:
         super().__init__(
@@ -52,11 +52,12 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type and place if the message is empty: a bare assertion."""
     if lines := str(error).strip().splitlines():
         return lines[0]
-    places = traceback.extract_tb(error.__traceback__)
-    where = "".join(f" in {p.name} ({Path(p.filename).name}:{p.lineno})" for p in places[-1:])
+    frames = traceback.extract_tb(error.__traceback__)
+    where = "".join(f" in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
     return type(error).__name__ + where
 
 
+# the cache is the set of messages: a warning that filters raise as an error is not cached, and is raised again
 @functools.cache
 def warn_once(message: str) -> None:
     """Warn once per process and message, at the user's line that led to the call."""

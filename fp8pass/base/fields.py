@@ -173,10 +173,10 @@ def several(valid: str) -> Rule:
         if isinstance(value, str):
             return (value,)
         is_list = isinstance(value, Iterable) and not isinstance(value, (Mapping, bytes))
-        found = tuple(value) if is_list else ()
-        if not is_list or not all(isinstance(x, str) for x in found):
+        patterns = tuple(value) if is_list else ()
+        if not is_list or not all(isinstance(x, str) for x in patterns):
             raise wrong(name, value, valid)
-        return found
+        return patterns
 
     return Rule(take, lambda _, text: tuple(filter(None, map(str.strip, text.split(",")))))
 

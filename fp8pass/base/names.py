@@ -38,7 +38,7 @@ class Names:
         self._views: set[fx.Node] = set()
 
     def alias(self, inner: fx.Node, outer: fx.Node) -> None:
-        """Record that `inner`, an input of a subgraph, is bound to `outer` of the graph that calls it."""
+        """Record that `inner`, an input of a subgraph, is passed `outer` of the graph that calls it."""
         self._stands_for[inner] = self._stands_for.get(outer, outer)  # `outer` may be an input of a subgraph, too
 
     def view(self, view: fx.Node, parameter: fx.Node) -> None:
@@ -126,16 +126,16 @@ def _shared(roots: Sequence[Sequence[str]]) -> str:
 
 def merged_name(names: Sequence[str]) -> str:
     """Return "attn.q+k+v" for "attn.q", "attn.k" and "attn.v"; full names joined by "+" if their parents differ."""
-    parents, own = zip(*((parent, last) for parent, _, last in (name.rpartition(".") for name in names)), strict=True)
-    return "+".join((names[0], *own[1:])) if len(set(parents)) == 1 else "+".join(names)
+    parents, ends = zip(*((parent, last) for parent, _, last in (name.rpartition(".") for name in names)), strict=True)
+    return "+".join((names[0], *ends[1:])) if len(set(parents)) == 1 else "+".join(names)
 
 
 def parts_of(slot: str) -> list[str]:
     """Return ["attn.q.weight", "attn.k.weight", "attn.v.weight"] for "attn.q+k+v.weight"; [slot] if not merged."""
     stem, _, role = slot.rpartition(".")
-    first, *others = stem.split("+")
+    first, *rest = stem.split("+")
     parent = first.rpartition(".")[0]
-    return [f"{name}.{role}" for name in (first, *(n if "." in n or not parent else f"{parent}.{n}" for n in others))]
+    return [f"{name}.{role}" for name in (first, *(n if "." in n or not parent else f"{parent}.{n}" for n in rest))]
 
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 MADE_BY = "fp8pass"
 """On a node that a pass made; the value is the pass's name."""
 KIND = "fp8pass_kind"
-"""On a matmul of a graph that somebody else traced: which product of its layer it is, see `recipes.Kind`."""
+"""On a matmul of a graph that another tracer made: which product of its layer it is, see `recipes.Kind`."""
 IS_STATE = "fp8pass_is_state"
 """On an input that a pass has added, and on parts of it: they hold state, the user's code does not know them."""
 QUANTIZED = "fp8pass_quantized"

@@ -162,6 +162,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
     (`float_to_e8m0`), so that no element of the block saturates.
     """
     bits = (amax / fp8_max).view(torch.int32)
+    # the exponent, and 1 more if any bit of the mantissa is set: rounded up
     code = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return torch.where(is_finite(amax), code, 255).to(torch.uint8)
 

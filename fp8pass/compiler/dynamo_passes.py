@@ -38,6 +38,7 @@ def annotated(
     if attempt.form == "plain":
         return Annotation(module, [], [])
     annotation = Annotation(copy_to_edit(module), [], [])
+    # `save_fp8` is not in the list of passes: the annotate pass runs it, unless the option is off
     if not attempt.runs(save_fp8.NAME):
         config = replace(config, save_fp8=False)
     names = Names(annotation.module.graph.find_nodes(op="placeholder"))
@@ -52,10 +53,10 @@ def annotated(
 
 
 def split_for_all_phases(module: fx.GraphModule, config: Config) -> None:
-    """Split sizes that vary for each phase of a schedule, whose graphs are compiled when Dynamo takes no guards."""
+    """Split dynamic sizes for each phase of a schedule now: when its graphs are compiled, Dynamo takes no guards."""
     if isinstance(config.recipe, Schedule) and has_symbols(module.graph):
         for step, _ in config.recipe.phases:
-            annotated(module, config.at_step(step))
+            annotated(module, config.at_step(step))  # for its guards alone: the copy is dropped
 
 
 def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:

@@ -96,14 +96,14 @@ def _call_directly(graph_module: fx.GraphModule) -> None:
 
 
 def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """Return `x` with these strides: itself if it has them, else a copy."""
+    """Return `x` with these strides: itself if it has them, otherwise a copy."""
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _replaces_input(node: fx.Node) -> bool:
-    """Return whether a node gives an input, as a tensor object, another storage: `input.data = ...`."""
+    """Return whether a node replaces the storage of an input's tensor object: `input.data = ...`."""
     source = node.args[0] if node.args else None
     replaces = str(node.target).startswith(("aten.set_.", "aten.shallow_copy_data_."))  # the latter from torch 2.15 on
     return replaces and isinstance(source, fx.Node) and source.op == "placeholder"
@@ -116,6 +116,7 @@ def _run_unseen(forward: Callable[..., Any], replaced: set[int], *args: Any) -> 
     another storage; they are not replaced by aliases, which would get it instead.
     """
 
+    # `.data` is an alias with a separate version counter
     def unseen(i: int, x: Any) -> Any:
         return x.data if isinstance(x, Tensor) and not x.requires_grad and i not in replaced else x
 

@@ -105,7 +105,7 @@ def fall_back(
         except Exception as error:
             if ends_here(error):
                 raise
-            failed = error
+            failed = error  # handled outside of the block: later errors then do not get this one as their context
         failure = _failure(attempt, failed, config, dump, dump_of, compile_with)
         attempt = attempt.after(failure.place, failure.reason())
         failures.append((failure, _outcome(failure, attempt)))
@@ -163,7 +163,7 @@ def _failure(
     """Return the `Failure` of an error, with its dump. Callers write the dump of a LOWERING fault later: it is slow."""
     place, cause = _place_and_cause(error)
     failure = Failure(attempt, place, cause, dump.title, dump)
-    if dump.folder is not None:
+    if dump.folder is not None:  # the user's options have dumped this compilation already
         return failure
     try:
         failure = replace(failure, dump=dump_of(replace(config, dump_dir=_folder()), "fault"))
@@ -208,7 +208,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__  # type: ignore[assignment]
+        inner = getattr(error, "inner_exception", None)  # of Dynamo's and Inductor's errors
+        error = inner or error.__cause__ or error.__context__  # type: ignore[assignment]
 
 
 def _is_meant_for_user(error: BaseException) -> bool:
@@ -219,6 +220,7 @@ def _is_meant_for_user(error: BaseException) -> bool:
 
 
 def _place_and_cause(error: Exception) -> tuple[str, BaseException]:
+    """Return the name of the part of fp8pass that failed, LOWERING if it is not known, and the error that it raised."""
     fault = next((e for e in _chain(error) if isinstance(e, Fault)), None)
     if fault is not None:
         return fault.place, fault.__cause__ or fault
@@ -248,10 +250,11 @@ def tell(failure: Failure, outcome: str) -> None:
 
 
 _meetings = itertools.count()
+"""Numbers the exchanges of `_agree`, in the same order on all ranks that take part."""
 
 
 def _agree(failures: list[Failure], config: Config) -> None:
-    """Raise Fp8Error unless all ranks recompiled a graph after the same faults: else their collectives would differ.
+    """Raise Fp8Error unless all ranks recompiled a graph after the same faults: their collectives would differ.
 
     Only ranks that recompiled call this; they raise. Slots need no such check: ranks compare them in the first step.
     """
@@ -267,7 +270,7 @@ def _agree(failures: list[Failure], config: Config) -> None:
             f"{failures[0]}, on this rank and not on others, which would wait for collectives that do not come. Please "
             f"report it with {failures[0].file()}"
         ) from error
-    if any(told != places for told in by_rank):
+    if any(places_there != places for places_there in by_rank):
         raise Fp8Error(_difference(by_rank))
 
 

@@ -32,7 +32,7 @@ from fp8pass.report.report import Report, are_judged, collect
 Compile = Callable[[fx.GraphModule, Sequence[Any], Config], Callable[..., Any]]
 
 NOT_JUDGED = ("recipe", "filter", "high precision", "not float8", "bisect", "internal")
-"""The rules of matmuls that the user leaves out ("not float8" under the recipe None), or of which a fault has told."""
+"""The rules of matmuls that the user leaves out ("not float8" under the recipe None), or that a fault has reported."""
 REMEDIES = {
     "outside": "change what breaks the graph, or move it out of the function that multiplies; train_step compiles more",
     "custom op": "multiply outside of the op",
@@ -74,7 +74,7 @@ class FirstStep:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and check the call if it is the first one that trains."""
-        if are_judged():  # together with the function that calls this one
+        if are_judged():  # within the call of another function, which this one's matmuls count for
             self.is_judged = True
         with self._modules_compiled():
             if self.is_judged or not _may_train():
@@ -111,16 +111,16 @@ class FirstStep:
         setting, options = current_setting(), self._config()
         config = options if setting is None else setting.applied(options)
         self._report.add(report)
-        found = {} if self.calls is not None else outside.layers(self._model, config)
-        if layers := {layer: model for layer, model in found.items() if compiles_alone(layer)}:
+        outside_layers = {} if self.calls is not None else outside.layers(self._model, config)
+        if layers := {layer: model for layer, model in outside_layers.items() if compiles_alone(layer)}:
             self.calls = self._compiling(layers, options)
-            return
+            return  # not checked yet: the next call runs these layers compiled, and is watched instead
         gemms = outside.gemms(config)
         if config.strict:
             raise_if_missed(gemms)
         self._report.add(Report(gemms))
         self.is_judged = True
-        judged.append((_told(self._model, self._function), self._report))
+        judged.append((_described(self._model, self._function), self._report))
         before_eager_optimizers(_before_optimizer)
 
     def _compiling(self, layers: dict[nn.Module, nn.Module], config: Config) -> ModuleCalls:
@@ -130,6 +130,7 @@ class FirstStep:
             check_models(config, [self._model], {}, type(self._model).__name__)
         compile_graph = self._compile_graph
 
+        # `calls` is assigned below: Dynamo calls the backend later
         def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             calls.place(module)
             return compile_graph(module, example_inputs, config)
@@ -148,8 +149,8 @@ def _may_train() -> bool:
     return torch.is_grad_enabled() and is_fp8 and compiles_first_calls()
 
 
-def _told(model: nn.Module | None, function: Callable[..., Any]) -> str:
-    """Return a function's name and place, or its model's."""
+def _described(model: nn.Module | None, function: Callable[..., Any]) -> str:
+    """Return the name and source line of a function, or the name of its model and the line of the model's forward."""
     function = function if model is None else type(model).forward
     name = getattr(function, "__qualname__", "a function") if model is None else type(model).__name__
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -166,7 +167,7 @@ def tell() -> None:
     report, names = Report(), dict.fromkeys(name for name, _ in judged)
     for _, each in judged:
         report.add(each)
-    judged.clear()
+    judged.clear()  # before the warning, which the user's filters may turn into an error
     wanted = [g for g in report.matmuls if g.rule not in NOT_JUDGED and not _pays_elsewhere(g)]
     trains = any(g.kind != "output" for g in wanted)  # each graph tells by itself where nothing trains
     has_verdicts = all(timing.passes for timing in report.timings)  # graphs from torch's caches have none

@@ -64,6 +64,7 @@ class GraphCompiler:
         compile_with = functools.partial(self._compile, config)
         has_collectives = functools.partial(_has_collectives, self._module)
         (compilation, later), _ = fall_back(compile_with, config, self._dump_of, has_collectives=has_collectives)
+        # the forward may run from now on, before its backward is compiled; without gradients there is no backward
         later.has_run = torch.is_grad_enabled()
         return compilation
 
@@ -71,11 +72,12 @@ class GraphCompiler:
         return Dump.of(config, self._name, kind)
 
     def _compile(self, config: Config, attempt: Attempt, dump: Dump) -> tuple[Compilation, Later]:
-        """Compile in the way of `attempt`, and write dumps. The backward may be compiled later."""
+        """Compile as `attempt` says, and write dumps. The backward may be compiled later."""
         example_inputs = self._example_inputs
-        annotation = annotated(self._module, config, attempt, dump, lambda of: of.examples(example_inputs))
+        annotation = annotated(self._module, config, attempt, dump, lambda partial: partial.examples(example_inputs))
         examples = annotation.examples(example_inputs)
         again = functools.partial(self._compile_in_backward, config)
+        # `compilation` is assigned below: only a backward that fails later calls the lambda
         later = Later(again, attempt, config, dump, self._dump_of, lambda other: compilation.become(other))
         run = lower(annotation, examples, config, dump, attempt, later)
         # a call within `enabled(False)` does not say how the model trains
@@ -112,6 +114,7 @@ class GraphCompiler:
 
 def _has_collectives(module: fx.GraphModule) -> bool:
     """Return whether a graph of Dynamo's communicates with other ranks: it has collectives, or DTensors."""
+    # functional collectives are ops of the namespace _c10d_functional
     nodes = (n for part in graphs_of(module) for n in part.graph.nodes)
     return any("c10d" in str(n.target) or isinstance(n.meta.get("example_value"), DTensor) for n in nodes)
 

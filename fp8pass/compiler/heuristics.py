@@ -83,6 +83,7 @@ class Fp8InductorChoices(InductorChoices):
     ) -> dict[str, Any]:
         """Return Inductor's arguments, with our tiles for kernels that store FP8 in both orientations."""
         with faults_of("choices"):
+            # the kernel may have fused several nodes: the mark of any of them counts
             tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
             # the tiles have a block of the reduced dimension, which only reductions have
             if features.is_reduction() and tiled:
@@ -174,7 +175,7 @@ def _has_fixed_sums(features: Any) -> bool:
 
 
 def _is_sum(node: Any) -> bool:
-    """Return whether a node's numbers depend on the order in which it reduces: all that is not a maximum or minimum."""
+    """Return whether a node's result depends on the order in which it reduces: for all but maxima and minima."""
     return node.is_reduction() and node.node.get_reduction_type() not in ("max", "min", "any")
 
 
@@ -273,9 +274,9 @@ def _let_triton_compare() -> None:
     triton-lang/triton#11111. The values are the same.
     """
     for name, sign in (("minimum", "<"), ("maximum", ">")):
-        theirs = getattr(TritonOverrides, name)
-        if "PropagateNan" in theirs("a", "b"):  # by what it generates: versions differ
-            setattr(TritonOverrides, name, staticmethod(functools.partial(_selected, theirs, sign)))
+        of_torch = getattr(TritonOverrides, name)
+        if "PropagateNan" in of_torch("a", "b"):  # by what it generates: versions differ
+            setattr(TritonOverrides, name, staticmethod(functools.partial(_selected, of_torch, sign)))
 
 
 @functools.cache
@@ -289,5 +290,6 @@ def _let_lists_keep_their_loops() -> None:
         ForeachKernelSchedulerNode.reorder_loops_by_dep_pair = lambda *_: False  # type: ignore[method-assign]
 
 
-def _selected(theirs: Callable[[Any, Any], str], sign: str, a: Any, b: Any) -> str:
-    return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})" if _comparing.get() else theirs(a, b)
+def _selected(of_torch: Callable[[Any, Any], str], sign: str, a: Any, b: Any) -> str:
+    # `a != a` selects a NaN of `a`; with a NaN in `b` both comparisons are false, which selects it too
+    return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})" if _comparing.get() else of_torch(a, b)

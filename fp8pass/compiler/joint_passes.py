@@ -67,8 +67,8 @@ class JointPasses(CustomGraphPass):
     def uuid(self) -> bytes:
         """Return a key of the passes' sources, configuration, torch, the CPU, and choices that graphs do not show."""
         choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
-        own = self.config.cache_key(), torch.__version__, choices, [p.name for p in self.passes], cpu_key()
-        return sources_hash() + repr(own).encode()
+        settings = self.config.cache_key(), torch.__version__, choices, [p.name for p in self.passes], cpu_key()
+        return sources_hash() + repr(settings).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
@@ -90,8 +90,9 @@ class JointPasses(CustomGraphPass):
     def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
         """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
         first, again = ({n.meta.get(GEMM) for n in graph.nodes if _multiplies(n)} for graph in (forward, backward))
+        # by name: where the partitioner recomputes a node, the backward has a copy with the same metadata
         twice = first if self.is_repeated else first & again
-        recomputed = [gemm for name, of in self.gemms.items() if name in twice for gemm in of]
+        recomputed = [gemm for name, of_layers in self.gemms.items() if name in twice for gemm in of_layers]
         for gemm in recomputed:
             gemm.recomputed = True
         if recomputed:
@@ -103,15 +104,18 @@ class JointPasses(CustomGraphPass):
             return [gemm]
         if gemm.choice is None:
             return [gemm, *(replace(gemm) for _ in self.body.layers[1:])]
-        position, own = self.body.choices[0].index(gemm.choice), self.choices[gemm.choice]
-        return [gemm, *(_for_layer(gemm, own, self.choices, of[position]) for of in self.body.choices[1:])]
+        # the graph was traced for the first layer: the matmul at the same position of another layer has its verdict
+        position, choice = self.body.choices[0].index(gemm.choice), self.choices[gemm.choice]
+        others = (of_layer[position] for of_layer in self.body.choices[1:])
+        return [gemm, *(_for_layer(gemm, choice, self.choices, index) for index in others)]
 
     def _publish(self, context: JointContext) -> None:
         """Publish the report of one part, and add it to the graph's report.
 
         Branches and loop bodies are separate parts, and come first.
         """
-        gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
+        gemms = [gemm for of_layer in zip(*self.gemms.values(), strict=True) for gemm in of_layer]
+        # graphs: branches and loop bodies do not count as graphs of their own
         part = Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes)
         publish(part)
         self.report.add(part)
@@ -133,11 +137,11 @@ def _multiplies(node: fx.Node) -> bool:
     return multiplies(node) or node.target is torch.ops.aten.convolution.default
 
 
-def _for_layer(gemm: Gemm, of: MatmulChoice, choices: Sequence[MatmulChoice], index: int) -> Gemm:
-    """Return the verdict of a matmul, whose choice is `of`, for the equal matmul of another layer."""
-    own = choices[index]
-    reason = gemm.reason.replace(of.name, own.name) if of.name else gemm.reason
-    return replace(gemm, name=own.name, source=own.source or gemm.source, choice=index, reason=reason)
+def _for_layer(gemm: Gemm, choice: MatmulChoice, choices: Sequence[MatmulChoice], index: int) -> Gemm:
+    """Return the verdict of a matmul, made for `choice`, for the equal matmul of another layer, `choices[index]`."""
+    other = choices[index]
+    reason = gemm.reason.replace(choice.name, other.name) if choice.name else gemm.reason
+    return replace(gemm, name=other.name, source=other.source or gemm.source, choice=index, reason=reason)
 
 
 def _raise_if_declined(context: JointContext, choices: list[MatmulChoice]) -> None:
@@ -161,9 +165,10 @@ def _chosen(gemm: Gemm, choices: list[MatmulChoice]) -> bool:
 
 
 def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
-    """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected, unless others judge it.
+    """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected.
 
-    Call it after the graph is compiled. report: of that graph.
+    Not where `first_step.py` will warn, for all graphs of a step together. Call it after the graph is compiled. report:
+    of that graph.
     """
     reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
     is_judged = are_judged() and any(gemm.kind != "output" for gemm in report.gemms)  # a graph that trains

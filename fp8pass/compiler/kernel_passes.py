@@ -26,9 +26,9 @@ from fp8pass.report.report import Timing
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`. attempt: the way in which the current graph is compiled.
+    """Inductor's `post_grad_custom_pre_pass`. attempt: that of the current graph; a backward may have another one.
 
-    gemms: returns the verdicts of the graph's matmuls, as `JointPasses.gemms` has them; they get notes.
+    gemms: returns the verdicts of the graph's matmuls, as `JointPasses.gemms` has them then; they get notes.
     """
 
     def __init__(

@@ -47,8 +47,11 @@ def lower(
         if (drawing := drawn()) is not None:
             positions = enumerate(module.graph.find_nodes(op="placeholder"))
             drawing.turn_to(name, title, [i for i, node in positions if is_state_input(node)])
-        own = dump.of_body(name, module, inputs) if body is not None else dump
-        joint_passes = JointPasses(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
+        part_dump = dump.of_body(name, module, inputs) if body is not None else dump
+        joint_passes = JointPasses(
+            config, annotation.choices, part_dump, annotation.is_update, attempt, body, report, timing
+        )
+        # Dynamo compiles a graph in its first call, so the region that runs now is the one around the graph
         joint_passes.is_repeated = (around := checkpointed_region()) is not None and around[1] is RegionPass.FIRST
         with timing.counting("tracing"), context_of_one_graph():
             compiled = with_lowering(module, inputs, joint_passes, later)

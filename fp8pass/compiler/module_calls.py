@@ -79,6 +79,7 @@ class ModuleCalls:
             ordered = sorted(wholes, key=lambda m: sum(1 for _ in m.modules()))  # the largest last: its paths win
             self.paths.update({part: (weakref.ref(m), path) for m in ordered for path, part in m.named_modules()})
         before = {module: vars(module).get(MODULE_CALL) for module in modules}
+        # `_called`: set by a `ModuleCalls`; any other call is of `module.compile()`
         caught = {m: call for m, call in before.items() if call is None or getattr(call, "func", None) is _called}
         for module, call in caught.items():
             vars(module)[MODULE_CALL] = functools.partial(_called, self, module)
@@ -95,7 +96,7 @@ class ModuleCalls:
         for part in graph.modules():
             for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
                 if trace := node.stack_trace:
-                    node.stack_trace = _OWN_LINE.sub(lambda found: f"{at}{found[1]}\n    {code}", trace)
+                    node.stack_trace = _OWN_LINE.sub(lambda match: f"{at}{match[1]}\n    {code}", trace)
         stack = getattr(getattr(graph, "compile_subgraph_reason", None), "user_stack", [])
         stack[:] = [traceback.FrameSummary(file, line, f.name) if f.filename == __file__ else f for f in stack]
 
@@ -170,7 +171,7 @@ class Caught:
 
 
 def _called(calls: ModuleCalls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():  # Dynamo traces all that `nn.Module.__call__` does, for hooks say
+    if torch.compiler.is_compiling():  # Dynamo traces all of `nn.Module.__call__` here, for example for its hooks
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     return calls.choose(module, dynamo_is_on())(*args, **kwargs)
 
@@ -199,7 +200,7 @@ def _forward(module: nn.Module, path: tuple[str, ...], /, *args: Any, **kwargs: 
 
 def _hooked(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -> Any:
     """Call a module whose hooks run op by op, and whose forward is replaced."""
-    vars(module)["forward"] = forward
+    vars(module)["forward"] = forward  # `_call_impl` calls `self.forward`, so an attribute of the instance
     try:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
@@ -225,7 +226,7 @@ def _is_off_for_checkpointing() -> bool:
 
 def compiles_alone(module: nn.Module) -> bool:
     """Return whether a module is worth compiling by itself, and can be, if it has hooks around its backward."""
-    # Hooks that are not full get what autograd's last node gets, which would be the whole compiled graph's.
+    # Hooks that are not full get the gradients of autograd's last node: that would be the node of the compiled graph.
     is_hookable = "forward" not in vars(module) and module._is_full_backward_hook is not False
     # Only matrices are multiplied: biases and the weights of norms are vectors. A loss multiplies nothing, but run op
     # by op it makes more passes over memory.

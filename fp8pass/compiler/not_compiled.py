@@ -173,7 +173,7 @@ class _Found:
     device: torch.device
     by_columns: tuple[bool, bool]
     needs_gradients: tuple[bool, bool]
-    place: _CallStack
+    stack: _CallStack
     op: str
     is_recurrent: bool
     in_kernel: bool
@@ -233,9 +233,9 @@ class Outside(TorchDispatchMode):
         result = func(*args, **kwargs)
         if products := products_of(func, args, result):
             # The verdicts of a graph include neither what kernels of recurrent layers multiply, nor what custom ops do.
-            place = self._place(enters_graphs=is_recurrent(func) or self._hides_matmuls)
-            for product in products if place is not None else ():
-                self._note(func, product, place)  # type: ignore[arg-type]
+            stack = self._stack_of_op(enters_graphs=is_recurrent(func) or self._hides_matmuls)
+            for product in products if stack is not None else ():
+                self._note(func, product, stack)  # type: ignore[arg-type]
         return result
 
     @property
@@ -258,12 +258,12 @@ class Outside(TorchDispatchMode):
         finally:
             self._custom_op = None
 
-    def _place(self, enters_graphs: bool) -> _CallStack | None:
+    def _stack_of_op(self, enters_graphs: bool) -> _CallStack | None:
         """Return where an op runs; None for ops of autograd's backward, and for ops in a graph or its compilation.
 
-        enters_graphs: if True, also return the place of an op in a graph.
+        enters_graphs: if True, also return the stack of an op in a graph.
         """
-        place, in_backward = _CallStack(), current_graph_task_id() != -1
+        stack, in_backward = _CallStack(), current_graph_task_id() != -1
         # The frame above `__torch_dispatch__`. torch runs the latter under `_disable_dynamo`; without those frames,
         # that does not look as if the user had disabled Dynamo.
         frame: FrameType | None = sys._getframe(2)
@@ -272,25 +272,25 @@ class Outside(TorchDispatchMode):
         # In a backward, frames outside of autograd's engine belong to the call of backward(), not to the op.
         while frame is not None and frame is not self._begin and not (in_backward and frame.f_code is RUNS_BACKWARD):
             if frame.f_code.co_filename.startswith(RUNS_GRAPHS):
-                place.in_graph = True
+                stack.in_graph = True
                 if not enters_graphs:
                     return None
-            _add(place, frame)
+            _add(stack, frame)
             frame = frame.f_back
-        if in_backward and (enters_graphs or not place.users_lines):
+        if in_backward and (enters_graphs or not stack.users_lines):
             return None  # `gemms` derives the matmuls of the backward from the forward's
-        return place
+        return stack
 
-    def _note(self, func: OpOverload, product: RunProduct, place: _CallStack) -> None:
+    def _note(self, func: OpOverload, product: RunProduct, stack: _CallStack) -> None:
         op = func._schema.name.partition("::")[2]
-        name = self._names.of(place, op, product)
+        name = self._names.of(stack, op, product)
         # Where no kernel computes a whole recurrent layer, as of GRU on CPUs, each time step is a separate matmul.
-        is_step = bool(place.modules) and isinstance(place.modules[0], nn.RNNBase)
-        step = (id(place.modules[0]), name, product.m, product.k, product.n) if is_step else None
+        is_step = bool(stack.modules) and isinstance(stack.modules[0], nn.RNNBase)
+        step = (id(stack.modules[0]), name, product.m, product.k, product.n) if is_step else None
         if step in self._steps:
-            self._steps[step].repeat(self._need_gradients(product, place))
+            self._steps[step].repeat(self._need_gradients(product, stack))
             return
-        source = source_of(place.node) if place.node is not None else next(map(str, place.users_lines), "")
+        source = source_of(stack.node) if stack.node is not None else next(map(str, stack.users_lines), "")
         m, k, n, batches = map(expression, (product.m, product.k, product.n, product.batches))
         a, b, out = map(short, product.dtypes)
         matmul = _Found(
@@ -298,8 +298,8 @@ class Outside(TorchDispatchMode):
             product.dtypes,
             product.a.device,
             product.by_columns,
-            self._need_gradients(product, place),
-            place,
+            self._need_gradients(product, stack),
+            stack,
             op,
             is_recurrent(func) or is_step,
             is_recurrent(func),
@@ -309,11 +309,11 @@ class Outside(TorchDispatchMode):
         if step is not None:
             self._steps[step] = matmul
 
-    def _need_gradients(self, product: RunProduct, place: _CallStack) -> tuple[bool, bool]:
+    def _need_gradients(self, product: RunProduct, stack: _CallStack) -> tuple[bool, bool]:
         """Return for each of the two factors whether the backward will compute its gradient."""
-        if current_graph_task_id() != -1 or not (torch.is_grad_enabled() or place.in_function):
+        if current_graph_task_id() != -1 or not (torch.is_grad_enabled() or stack.in_function):
             return False, False
-        hidden = place.in_function and not torch.is_grad_enabled()
+        hidden = stack.in_function and not torch.is_grad_enabled()
         computed = hidden or product.a.requires_grad or product.b.requires_grad
 
         def needs(x: Tensor) -> bool:
@@ -351,9 +351,9 @@ class Outside(TorchDispatchMode):
         """
         config, reasons, layers = self._decided(config), _Reasons(), dict[nn.Module, nn.Module]()
         for f in self._found:
-            modules = f.place.modules
+            modules = f.stack.modules
             layer = next((m for m in reversed(modules) if m is not model and _is_of_torch(m)), None)
-            is_disabled = any(line.disables for line in f.place.lines)
+            is_disabled = any(line.disables for line in f.stack.lines)
             if layer is not None and not is_disabled and self._verdict(f, config, reasons).rule == "outside":
                 layers[layer] = modules[-1]
         return layers
@@ -372,11 +372,11 @@ class Outside(TorchDispatchMode):
         if matmul.custom_op:
             what = (
                 "multiplied within the custom op"
-                if matmul.place.in_graph
+                if matmul.stack.in_graph
                 else "multiplied outside of any graph, within"
             )
             return Reject("custom op", f"{what} {matmul.custom_op}, which no compiler looks into")
-        outside = "" if matmul.place.in_graph else f"outside of any graph: {reasons.of(matmul.place)}"
+        outside = "" if matmul.stack.in_graph else f"outside of any graph: {reasons.of(matmul.stack)}"
         if matmul.is_recurrent:
             what = f"in the kernel {matmul.op}" if matmul.in_kernel else "a time step of a recurrent layer"
             why = f"{what}, which has no form in FP8: a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell runs in FP8"
@@ -384,27 +384,28 @@ class Outside(TorchDispatchMode):
         return Reject("outside", outside)
 
 
-def _add(place: _CallStack, frame: FrameType) -> None:
+def _add(stack: _CallStack, frame: FrameType) -> None:
     """Record a frame of the stack that led to an op."""
     code = frame.f_code
     # fx.Interpreter.run_node(self, n) has the node in its local variable `n`.
-    if code is fx.Interpreter.run_node.__code__ and place.node is None:
-        place.node = frame.f_locals["n"]
+    if code is fx.Interpreter.run_node.__code__ and stack.node is None:
+        stack.node = frame.f_locals["n"]
     if code.co_argcount:
         first = frame.f_locals.get(code.co_varnames[0])  # `self` of a method, `ctx` of an autograd.Function
-        place.in_optimizer |= isinstance(first, Optimizer)
-        place.in_function |= isinstance(first, FunctionCtx) and any(first.needs_input_grad)  # type: ignore[attr-defined]
+        stack.in_optimizer |= isinstance(first, Optimizer)
+        is_function = isinstance(first, FunctionCtx)
+        stack.in_function |= is_function and any(first.needs_input_grad)  # type: ignore[union-attr]
         # consecutive frames of one module, as `_call_impl` and `forward`, count once
-        if isinstance(first, nn.Module) and not (place.modules and place.modules[-1] is first):
-            place.modules.append(first)
-    place.lines.append(_Line(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, disabled_by(frame)))
+        if isinstance(first, nn.Module) and not (stack.modules and stack.modules[-1] is first):
+            stack.modules.append(first)
+    stack.lines.append(_Line(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, disabled_by(frame)))
 
 
 def _check_wanted(matmul: _Found, config: Config) -> None:
     """Raise Reject for a matmul that would stay in high precision even if it were compiled."""
     gemm = matmul.gemm
     sizes = [x for x in (gemm.batches, gemm.M, gemm.K, gemm.N) if isinstance(x, int)]
-    if matmul.place.in_optimizer:
+    if matmul.stack.in_optimizer:
         raise LeftOut("update", "in an optimizer's step: what an optimizer computes stays in high precision")
     if config.recipe is None:
         raise LeftOut("recipe", "the recipe is None: what you quantize yourself runs in FP8, and only in a graph")
@@ -450,37 +451,36 @@ class _Names:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(roots)
-        self._known: set[int] = set()
         self._modules: dict[int, dict[int, str]] = {}
         self._parameters: dict[int, tuple[str, Tensor]] = {}
         self._by_storage: dict[int, tuple[str, Tensor]] = {}
 
-    def of(self, place: _CallStack, op: str, product: RunProduct) -> str:
+    def of(self, stack: _CallStack, op: str, product: RunProduct) -> str:
         """Return the path of the matmul's layer or parameter; without one, the path of its module and the op."""
-        root = place.modules[-1] if place.modules else None
+        root = stack.modules[-1] if stack.modules else None
         if root is not None:
             self._learn(root)
         paths = self._modules[id(root)] if root is not None else {}
-        path = paths.get(id(place.modules[0]), "") if place.modules else ""
-        if place.modules and isinstance(place.modules[0], nn.Linear) and path:
+        path = paths.get(id(stack.modules[0]), "") if stack.modules else ""
+        if stack.modules and isinstance(stack.modules[0], nn.Linear) and path:
             return path
         for operand in (product.b, product.a):  # the second one first: in `x @ weight` it is the parameter
-            if (known := self._of_parameter(operand)) is not None:
-                return known[0].removesuffix(".weight")
-        if place.node is not None:
-            stack = list((place.node.meta.get("nn_module_stack") or {"": ("", None)}).values())
-            path = module_path(stack[-1][0])
+            if (named := self._of_parameter(operand)) is not None:
+                return named[0].removesuffix(".weight")
+        if stack.node is not None:
+            modules = list((stack.node.meta.get("nn_module_stack") or {"": ("", None)}).values())
+            path = module_path(modules[-1][0])
         return f"{path}.{op}" if path else op
 
     def path_of(self, x: Tensor) -> str:
         """Return the path of the parameter that a tensor is or views; "" if there is none."""
-        known = self._of_parameter(x)
-        return "" if known is None else known[0]
+        named = self._of_parameter(x)
+        return "" if named is None else named[0]
 
     def parameter_of(self, x: Tensor) -> Tensor | None:
         """Return the parameter that a tensor is or views; None if there is none."""
-        known = self._of_parameter(x)
-        return None if known is None else known[1]
+        named = self._of_parameter(x)
+        return None if named is None else named[1]
 
     def _learn(self, root: nn.Module) -> None:
         if id(root) in self._modules:
@@ -496,8 +496,8 @@ class _Names:
         for root in self._roots:
             self._learn(root)
         base = x if x._base is None else x._base
-        if (known := self._parameters.get(id(base))) is not None:
-            return known
+        if (named := self._parameters.get(id(base))) is not None:
+            return named
         storage = _storage(x)  # `_base` is None for views made where autograd does not track them
         return None if storage is None else self._by_storage.get(storage)
 
@@ -522,17 +522,17 @@ _OWN_MODULES = ", and Dynamo starts no graph in torch's own modules, such as Seq
 class _Reasons:
     """The reasons that Dynamo gives for not compiling code that ran."""
 
-    def of(self, place: _CallStack) -> str:
-        """Return the reason for a place: the first one found on its lines, from the op outwards."""
+    def of(self, stack: _CallStack) -> str:
+        """Return the reason for the op of a stack: the first that is found on its lines, from the op outwards."""
         if dynamo_config.disable:
             return "compilation is switched off, by TORCHDYNAMO_DISABLE or torch._dynamo.config.disable"
-        for i, line in enumerate(place.lines):
-            if line.disables is not None and (said := self._disabled(*line.disables, place.lines[i + 1 :])):
+        for i, line in enumerate(stack.lines):
+            if line.disables is not None and (said := self._disabled(*line.disables, stack.lines[i + 1 :])):
                 return said
             if (failed := _given_up.get((line.file, line.first_line, line.name))) is not None:
                 return f"Dynamo can't compile {line.name} ({location_of(line.file, line.first_line)}): {failed}"
             if broken := self._break_at(line):
-                inside = "" if any(x.is_users for x in place.lines[: i + 1]) else _OWN_MODULES
+                inside = "" if any(x.is_users for x in stack.lines[: i + 1]) else _OWN_MODULES
                 return f"the graph breaks at {broken}{inside}"
         return "Dynamo compiled none of the functions that called it, and does not say why"
 

@@ -81,7 +81,7 @@ JOINT: tuple[Pass[JointContext], ...] = (
     SaveSums(),  # after the rewrites: it looks for sums of scaled matmuls
     BatchRecords(),  # last: the rewrites have removed the records of dead quantizes
 )
-"""The passes over forward and backward in one graph. They change numbers, and what is saved for the backward."""
+"""The passes over forward and backward in one graph. They change numerics, and what is saved for the backward."""
 
 
 KERNELS: tuple[Pass[KernelsContext], ...] = (
@@ -97,7 +97,7 @@ KERNELS: tuple[Pass[KernelsContext], ...] = (
     KeepStrides(),  # likewise
     EmulateMatmuls(),  # last: the other passes look for `_scaled_mm`
 )
-"""The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
+"""The passes over forward, backward and update as separate graphs. They change kernels, not numerics."""
 
 
 ONLY_WITH = {
@@ -144,7 +144,7 @@ def _update() -> tuple[Pass[UpdateContext], ...]:
 
 @cache
 def _traced() -> tuple[Pass[TracedContext], ...]:
-    """Return `TRACED`: the passes over a graph of ATen ops that somebody else has traced, before those of `JOINT`."""
+    """Return `TRACED`: the passes over a graph of ATen ops from a tracer other than Dynamo, before those of `JOINT`."""
     from fp8pass.passes.traced.quantize_traced import QuantizeTraced
 
     return (QuantizeTraced(),)

@@ -21,18 +21,18 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 class Partition(CustomPartitionerFn):
     """The partitioner for Inductor's setting `custom_partitioner_fn`.
 
-    own: the partitioner that the user has configured, if any. seen: called with the graphs of forward and backward.
+    configured: the partitioner that the user has set, if any. seen: called with the graphs of forward and backward.
     """
 
-    def __init__(self, own: Any = None, seen: Callable[[fx.Graph, fx.Graph], None] | None = None) -> None:
-        self.own = own
+    def __init__(self, configured: Any = None, seen: Callable[[fx.Graph, fx.Graph], None] | None = None) -> None:
+        self.configured = configured
         self.seen = seen
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the graphs of forward and backward; the backward reads nodes marked SAVED from the forward."""
-        cut: Partitioner = self.own or min_cut_partition
+        cut: Partitioner = self.configured or min_cut_partition
         saved = [n for n in gm.graph.nodes if SAVED in n.meta]
         end = kwargs.pop("num_fwd_outputs")
         if saved:
@@ -47,14 +47,14 @@ class Partition(CustomPartitionerFn):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state that decides about the partition: AOTAutograd's cache pickles it for its key."""
-        return {"own": self.own}
+        return {"configured": self.configured}  # without `seen`, which only observes the result
 
     def uuid(self) -> Any:
         """Return a key that changes with this file, and with the user's own partitioner.
 
         Inductor needs it to cache graphs that a custom partitioner cut.
         """
-        return get_hash_for_files((__file__,)), self.own.uuid() if self.own is not None else None
+        return get_hash_for_files((__file__,)), self.configured.uuid() if self.configured is not None else None
 
 
 def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> None:

@@ -29,7 +29,7 @@ _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 """The folder of torch's optimizers, which are left out: they do not compute in FP8, and fused optimizers share the code
 of `step` with those that Dynamo can trace."""
 _has_graphs = False
-"""True if the current compilation of Dynamo has graphs of fp8pass."""
+"""True if the current compilation of Dynamo has graphs of fp8pass. Dynamo compiles one at a time, under a lock."""
 
 
 @functools.cache
@@ -80,6 +80,6 @@ def _end(code: CodeType, result: Any) -> None:
 def _why(code: CodeType) -> str:
     """Return why the latest compilation failed; "" if it did not fail because it had nothing to compile."""
     latest = compilations()[-1:]
-    # The latest record may be of another function: Dynamo makes none for a frame that it does not try to trace.
+    # the latest record may be of another function: Dynamo makes none for a frame that it does not try to trace
     said = latest[0].fail_reason if latest and latest[0].co_name == code.co_name else ""
     return (said or "").strip().partition("\n")[0].rstrip(".")

@@ -41,7 +41,8 @@ def lower_through_inductor(
             kernel_passes.attempt = attempt
             ours = attempt.form == "fp8"
             runs = {"chooses": ours and attempt.runs("choices"), "combines": ours and attempt.runs("combine")}
-            cached = {} if attempt == FIRST else {"fx_graph_cache": False}  # not cached: see below
+            # after a fault, a backward has another attempt than the graph, for which `_settings` has decided
+            cached = {} if attempt == FIRST else {"fx_graph_cache": False}
             with inductor_config.patch(cached):
                 return with_choices(module, example_inputs, **runs, **kwargs)
 
@@ -110,27 +111,27 @@ def _limits(joint_passes: JointPasses) -> dict[str, int]:
     return {name: max(most, getattr(inductor_config, name) or 0) for name, most in limits.items()}
 
 
-def append_pass(own: Any, ours: CustomGraphPass) -> Any:
-    """Return a value for a setting of Inductor's: the user's own pass, or passes, if any, and then ours."""
-    if own is None:
+def append_pass(configured: Any, ours: CustomGraphPass) -> Any:
+    """Return a value for a setting of Inductor's: the pass, or passes, that the user has set, if any, and then ours."""
+    if configured is None:
         return ours
     if TAKES_LISTS_OF_PASSES:
-        return [*(own if isinstance(own, (list, tuple)) else (own,)), ours]
-    return _Both(own, ours)
+        return [*(configured if isinstance(configured, (list, tuple)) else (configured,)), ours]
+    return _Both(configured, ours)
 
 
 class _Both(CustomGraphPass):
     """Runs two passes as one, for versions of torch whose settings take only one pass."""
 
-    def __init__(self, own: Any, ours: CustomGraphPass) -> None:
-        self.own = own
+    def __init__(self, configured: Any, ours: CustomGraphPass) -> None:
+        self.configured = configured
         self.ours = ours
 
     def uuid(self) -> Any:
         """Return a key of both passes; None, with which Inductor caches nothing, if the user's pass has no key."""
-        own = self.own.uuid() if isinstance(self.own, CustomGraphPass) else None
-        return None if own is None else repr((own, self.ours.uuid())).encode()
+        key = self.configured.uuid() if isinstance(self.configured, CustomGraphPass) else None
+        return None if key is None else repr((key, self.ours.uuid())).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.own(graph)
+        self.configured(graph)
         self.ours(graph)

@@ -34,6 +34,7 @@ def seconds(module: fx.GraphModule, kernel_passes: CustomGraphPass) -> float:
         inputs = [_random_like(n.meta["val"]) for n in module.graph.find_nodes(op="placeholder")]
     run = compiled(module, kernel_passes)
     with unset_fake_temporarily():
+        # a new list for each call, which empties it
         return 1e-3 * float(benchmarker.benchmark_gpu(lambda: run(list(inputs))))
 
 
@@ -44,7 +45,7 @@ def compiled(module: fx.GraphModule, kernel_passes: CustomGraphPass) -> Callable
     """
     inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
     passes = {"post_grad_custom_pre_pass": kernel_passes, "post_grad_custom_post_pass": None}
-    # a context of its own: Inductor notes the strides of its outputs in that of the graph that it compiles meanwhile
+    # a separate context: Inductor writes the strides of the outputs to that of the graph which it is compiling
     with inductor_config.patch(passes), tracing(TracingContext(detect_fake_mode(inputs))):
         run: Callable[[list[Tensor]], Any] = with_choices(module, inputs)
     return run

@@ -1,4 +1,4 @@
-"""Run the passes over a graph that somebody else has traced."""
+"""Run the passes over a graph that comes from a tracer other than Dynamo."""
 
 from __future__ import annotations
 

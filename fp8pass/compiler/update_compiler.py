@@ -24,7 +24,7 @@ from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey
 
 
 def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRef]) -> UpdateGraph:
-    """Return the callable for an update. refs: the places of the tensors that it writes."""
+    """Return the callable for an update. refs: the tensors that it writes, by position or attribute."""
     context, name = context_for_later(), name_of(module)
 
     def compile_for(
@@ -41,21 +41,22 @@ def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRe
     def dump_of(config: Config, kind: str) -> Dump:
         return Dump.of(config, name, ".".join(filter(None, ("update", kind))))
 
+    # each option is tried separately, so that a fault in one leaves the others on
     skips, moments = False, list[Moment]()
     with left_out("skip_nonfinite", config, "an update"):
         skips = config.skip_nonfinite and bool(gradients(module.graph))
     without = Attempt(without=frozenset({"expand_foreach"}))
     rounded = list[TensorRef]()
     with left_out("round_bfloat16", config, "an update"):
-        found_rounded = in_bfloat16(module, refs) if config.rounds_stochastically else []
-        annotated_update(module, UpdateKey((), (), (), (), tuple(found_rounded)), config, without)
-        rounded = found_rounded
+        in_16_bits = in_bfloat16(module, refs) if config.rounds_stochastically else []
+        annotated_update(module, UpdateKey((), (), (), (), tuple(in_16_bits)), config, without)
+        rounded = in_16_bits
     if config.moments is not None:
         with left_out("quantize_moments", config, "an update"):
-            found = moments_of(module, refs, config.moments, in_float32=bool(rounded))
+            candidates = moments_of(module, refs, config.moments, in_float32=bool(rounded))
             # try the passes now, while moments can still stay in high precision if they fail
-            annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
-            moments = found
+            annotated_update(module, UpdateKey((), (), (), tuple(candidates)), config, without)
+            moments = candidates
     predicts = config.weight_amax == "predicted" and written_only_by_optimizers(module)
     graph = UpdateGraph(module, refs, skips, moments, bool(rounded), predicts, compile_for, falling_back)
     examples = real_inputs(module)

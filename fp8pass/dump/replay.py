@@ -77,9 +77,9 @@ class Quantized:
     dtype: torch.dtype
     turned: bool = False
 
-    def make(self, others: Mapping[str, Any]) -> Tensor:
+    def make(self, inputs: Mapping[str, Any]) -> Tensor:
         """Compute the tensor from the other inputs, given by name."""
-        x_q = scaling.quantize(others[self.of].detach(), 1 / others[self.scales][self.place], self.dtype)
+        x_q = scaling.quantize(inputs[self.of].detach(), 1 / inputs[self.scales][self.place], self.dtype)
         return x_q.t().contiguous() if self.turned else x_q
 
 
@@ -89,9 +89,9 @@ class Transposed:
 
     of: str
 
-    def make(self, others: Mapping[str, Any]) -> Tensor:
+    def make(self, inputs: Mapping[str, Any]) -> Tensor:
         """Compute the tensor from the other inputs, given by name."""
-        x: Tensor = others[self.of]
+        x: Tensor = inputs[self.of]
         return x.t().contiguous()
 
 

@@ -80,9 +80,9 @@ def runnable(
     backward too.
     """
     body = _code(module)
-    known = list(_inputs(module.graph, examples))
-    names = {origins.name_of(node) or str(node.target): str(node.target) for node, _ in known}
-    inputs = [_input(node, value, origins, names, differentiable) for node, value in known]
+    values = list(_inputs(module.graph, examples))
+    names = {origins.name_of(node) or str(node.target): str(node.target) for node, _ in values}
+    inputs = [_input(node, value, origins, names, differentiable) for node, value in values]
     attributes = [f"    {name!r}: {_value(x, origins.about.get(name, 0))},\n" for name, x in _attributes(module)]
     return (
         "# Runs by itself; --help says how. fp8pass has to be installed.\n\n"
@@ -177,16 +177,17 @@ def _import(name: str, value: Any) -> str:
         return f"import {value.__name__} as {name}"
     if value is type(None):
         return f"{name} = type(None)"
-    place, what = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    module, what = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     # A name with a dot is a method or local to a function: no import finds it.
-    if place not in (None, "__main__") and "." not in what and _is_at(place, what, value):
-        return f"from {place} import {what}" + (f" as {name}" if what != name else "")
+    if module not in (None, "__main__") and "." not in what and _is_at(module, what, value):
+        return f"from {module} import {what}" + (f" as {name}" if what != name else "")
     return f"{name} = replay.missing({name!r})"
 
 
-def _is_at(place: Any, name: str, value: Any) -> bool:
+def _is_at(module: Any, name: str, value: Any) -> bool:
+    """Return whether a module has the value under this name; a function may say a module that has another one."""
     try:
-        return getattr(importlib.import_module(place), name, None) is value
+        return getattr(importlib.import_module(module), name, None) is value
     except ImportError:
         return False
 
@@ -194,8 +195,8 @@ def _is_at(place: Any, name: str, value: Any) -> bool:
 def _inputs(graph: fx.Graph, examples: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
     for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
         # AOTAutograd writes "val", Dynamo "example_value".
-        known = node.meta.get("val", node.meta.get("example_value"))
-        yield node, examples[i] if known is None and i < len(examples) else known
+        value = node.meta.get("val", node.meta.get("example_value"))
+        yield node, examples[i] if value is None and i < len(examples) else value
 
 
 def _input(node: fx.Node, value: Any, origins: Origins, names: dict[str, str], differentiable: bool) -> str:
@@ -237,7 +238,7 @@ def _known(x: Tensor) -> str:
 
 
 def _random(x: Tensor, about: float, requires_grad: bool) -> str:
-    shape, stride = ([hint_of(n) for n in of] for of in (x.shape, x.stride()))
+    shape, stride = ([hint_of(n) for n in numbers] for numbers in (x.shape, x.stride()))
     if x.dtype == torch.uint8 and shape == list(torch.get_rng_state().shape):
         # `set_rng_state` raises an error for any bytes that are not a state.
         return f"replay.{RngState()!r}"

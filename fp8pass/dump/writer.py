@@ -235,8 +235,8 @@ def name_of(module: fx.GraphModule) -> str:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
             if path.endswith("]"):  # the root is "L['self']"; "L['self'].up" is a submodule
                 return _in_file_names(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
-        if found := re.search(r'([^/\\]+)\.py", line \d+, in (\w+)', node.meta.get("stack_trace") or ""):
-            return _in_file_names(f"{found[1]}.{found[2]}")
+        if match := re.search(r'([^/\\]+)\.py", line \d+, in (\w+)', node.meta.get("stack_trace") or ""):
+            return _in_file_names(f"{match[1]}.{match[2]}")
     return _in_file_names(frame_of(module)[0]) or "graph"
 
 
@@ -254,7 +254,7 @@ def _run_folder(folder: str, process: int) -> Path:
         for number in itertools.count():
             run = base / f"run_{number:03d}{rank}"
             try:
-                run.mkdir()
+                run.mkdir()  # fails if another process has just made it: two never get one folder
             except FileExistsError:
                 continue
             (run / "index.md").write_text(_run_head(process), encoding="utf-8")

@@ -70,15 +70,17 @@ def target_here(device: torch.device, machine: str, ranks: Sequence[int], kinds:
     """
     key = device, machine, tuple(ranks), tuple(sorted(kinds))
     if key not in _targets:
+        # CUDA forbids to synchronize while a graph is captured, as timing does; not kept, so that a later call measures
         if torch.cuda.is_current_stream_capturing():
             return published_here(device)
         with unset_fake_temporarily():
-            _targets[key] = _agreed(_own(device, machine, key[-1]), ranks, _question(machine, key[-1]))
+            # kept for each key, so that what is compiled later is decided by the same figures
+            _targets[key] = _agreed(_found_here(device, machine, key[-1]), ranks, _question(machine, key[-1]))
     known(device).used = _targets[key]
     return _targets[key]
 
 
-def _own(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
+def _found_here(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
     """Return what this rank finds by itself."""
     base = published_here(device)
     if machine not in HOW:
@@ -119,28 +121,28 @@ def measure(device: torch.device) -> Speeds | None:
     """Return the speeds of a GPU, measured now or kept since; None with a warning where that fails."""
     known_gpu = known(device)
     if known_gpu.speeds is None:
-        found = _once(device, "speeds", lambda: asdict(speeds.measure(device, SECONDS)), known_gpu)
-        known_gpu.speeds = None if found is None else Speeds(**found)
+        answer = _once(device, "speeds", lambda: asdict(speeds.measure(device, SECONDS)), known_gpu)
+        known_gpu.speeds = None if answer is None else Speeds(**answer)
     return known_gpu.speeds
 
 
-def _once(device: torch.device, what: str, find_out: Any, of: Known) -> Any:
+def _once(device: torch.device, what: str, find_out: Any, known_gpu: Known) -> Any:
     """Return what the file of this kind of GPU keeps under a name; where there is nothing, find out and keep it.
 
-    Returns None, with a warning, where that fails.
+    Returns None, with a warning and a note in `known_gpu`, where that fails.
     """
     file = kept.file_of(torch.cuda.get_device_properties(device))
     if what in (answers := kept.read(file)):
         return answers[what]
-    with kept.alone(file, _WAITS) as mine:
+    with kept.alone(file, _WAITS) as may_run:
         if what in (answers := kept.read(file)):  # another process was first
             return answers[what]
-        if not mine:
-            return _stand_in(of, what, f"another process did not end in {_WAITS:.0f} s")
+        if not may_run:
+            return _stand_in(known_gpu, what, f"another process did not end in {_WAITS:.0f} s")
         try:
             answer = find_out()
         except (RuntimeError, OSError) as error:  # torch's errors, out of memory among them; no child can start
-            return _stand_in(of, what, first_line(error))
+            return _stand_in(known_gpu, what, first_line(error))
         kept.write(file, {**answers, what: answer, "date": datetime.date.today().isoformat()})
     return answer
 
@@ -150,17 +152,17 @@ def written(device: torch.device, seconds: float) -> Target:
 
     Raises RuntimeError where the GPU can't be measured, for example for lack of memory.
     """
-    of = torch.cuda.get_device_properties(device)
+    gpu = torch.cuda.get_device_properties(device)
     base = replace(
-        published(of), multiprocessors=of.multi_processor_count, shared_memory=of.shared_memory_per_multiprocessor,
-        cache=of.L2_cache_size, memory=of.total_memory,
+        published(gpu), multiprocessors=gpu.multi_processor_count, shared_memory=gpu.shared_memory_per_multiprocessor,
+        cache=gpu.L2_cache_size, memory=gpu.total_memory,
     )  # fmt: skip
     return with_kernels(speeds.with_speeds(base, speeds.measure(device, seconds), rounded=False), kernels.KINDS, device)
 
 
-def _stand_in(of: Known, what: str, why: str) -> None:
-    of.notes.append(f"{what}: {why}; published figures are used")
-    warn_once(f"fp8pass: {of.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
+def _stand_in(known_gpu: Known, what: str, why: str) -> None:
+    known_gpu.notes.append(f"{what}: {why}; published figures are used")
+    warn_once(f"fp8pass: {known_gpu.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,8 +174,8 @@ def with_kernels(target: Target, kinds: Iterable[str], device: torch.device) -> 
     asked = [kind for kind in kernels.unsure(target) if kind in kinds]
     if not asked:
         return target
-    found = try_kinds(device, asked)
-    answers: dict[str, Any] = {kind: tried.works(kind, found) for kind in asked}
+    results = try_kinds(device, asked)
+    answers: dict[str, Any] = {kind: tried.works(kind, results) for kind in asked}
     return replace(target, **answers)
 
 
@@ -193,10 +195,10 @@ def _answers(kind: str, device: torch.device, end: float) -> list[list[Any]]:
 
     Raises RuntimeError if they say nothing of the kernel.
     """
-    found = tried.try_kinds([kind], str(device), max(1.0, end - time.monotonic()))
-    if tried.works(kind, found) is None:
-        raise RuntimeError(next((t.result for t in found if t.result), "nothing was tried"))
-    return [list(asdict(t).values()) for t in found]
+    results = tried.try_kinds([kind], str(device), max(1.0, end - time.monotonic()))
+    if tried.works(kind, results) is None:
+        raise RuntimeError(next((t.result for t in results if t.result), "nothing was tried"))
+    return [list(asdict(t).values()) for t in results]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,27 +212,28 @@ def _question(machine: str, kinds: Sequence[str]) -> str:
     return "/".join((how, state, *kinds))
 
 
-def _agreed(own: Target, ranks: Sequence[int], question: str) -> Target:
-    """Return the target of the first of these ranks that asked this."""
+def _agreed(here: Target, ranks: Sequence[int], question: str) -> Target:
+    """Return the target of the first of these ranks that asked this. here: this rank's target."""
     if len(ranks) < 2:
-        return own
+        return here
     key = f"{'-'.join(map(str, ranks))}/{question}"
     try:
         store = store_of(dist.group.WORLD, "fp8pass/target")  # type: ignore[arg-type]
-        text = store.compare_set(key, "", machine_file.to_json(own)).decode()
+        # sets the value only if the key has none, and returns the value that the key has then: the first rank's
+        text = store.compare_set(key, "", machine_file.to_json(here)).decode()
     except RuntimeError as error:  # of c10d: its server is gone, or the store does not implement it
         warn_once(
             f"fp8pass: the store of torch.distributed fails, so each rank decides by its own GPU: {first_line(error)}"
         )
-        return own
+        return here
     chosen = machine_file.from_json(text, "another rank's target")
-    if chosen.capability == own.capability:
+    if chosen.capability == here.capability:
         return chosen
     warn_once(
-        f"fp8pass: a rank has a {chosen.name}, {chosen.sm}, and this one a {own.name}, {own.sm}: the speeds of the "
+        f"fp8pass: a rank has a {chosen.name}, {chosen.sm}, and this one a {here.name}, {here.sm}: the speeds of the "
         "first decide for all ranks what runs in FP8, and each rank uses the kernels that it has"
     )
-    return replace(chosen, **{name: getattr(own, name) for name in ("capability", *kernels.KINDS)})
+    return replace(chosen, **{name: getattr(here, name) for name in ("capability", *kernels.KINDS)})
 
 
 def in_use(device: torch.device) -> Target | None:
@@ -249,4 +252,4 @@ def load(target: Target) -> None:
                 "for %s, so other matmuls may be in FP8: load the state before the first call",
                 machine_file.to_json(target), machine_file.to_json(known_gpu.used),
             )  # fmt: skip
-    _targets.clear()
+    _targets.clear()  # they are found anew, by the loaded figures

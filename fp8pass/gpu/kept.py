@@ -29,18 +29,18 @@ def file_of(properties: Any) -> Path:
 def read(file: Path) -> dict[str, Any]:
     """Return what a file keeps; {} if there is none, or none that can be read."""
     try:
-        found = json.loads(file.read_text())
+        answers = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return answers if isinstance(answers, dict) else {}
 
 
 def write(file: Path, answers: dict[str, Any]) -> None:
     """Write a file at once: another process reads it whole, or not at all. Without a folder to write, does nothing."""
-    own = file.with_suffix(f".{os.getpid()}")
+    temporary = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        own.write_text(json.dumps(answers, indent=1))
-        own.replace(file)
+        temporary.write_text(json.dumps(answers, indent=1))
+        temporary.replace(file)
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ TARGETS |= {architecture: TARGETS[name] for architecture, name in _ARCHITECTURES
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Holds the numbers of a GPU's parts, and their sizes.
+    """Holds how many parts of each kind a GPU has, and their sizes.
 
     multiprocessors: number of them. threads, shared, programs: most threads, bytes of shared memory and blocks that one
     of them runs at once. memory, cache: bytes of the GPU's memory and of its L2 cache. clock: in Hz, the highest.
@@ -204,9 +204,9 @@ def nearest(capability: tuple[int, int], geforce: bool = False) -> Target:
     geforce: True for GeForce GPUs, which multiply at half the rate of others of their kind.
     """
     by_capability = {TARGETS[name].capability: TARGETS[name] for name in _ARCHITECTURES.values()}
-    found = by_capability[max((known for known in by_capability if known <= capability), default=(8, 0))]
-    of_kind = {(8, 9): ("l40s", "rtx4090"), (12, 0): ("rtx_pro_6000", "rtx5090")}.get(found.capability)
-    return found if of_kind is None else TARGETS[of_kind[geforce]]
+    target = by_capability[max((c for c in by_capability if c <= capability), default=(8, 0))]
+    of_kind = {(8, 9): ("l40s", "rtx4090"), (12, 0): ("rtx_pro_6000", "rtx5090")}.get(target.capability)
+    return target if of_kind is None else TARGETS[of_kind[geforce]]
 
 
 def sizes(target: Target) -> PartSizes:
@@ -261,9 +261,9 @@ def published(properties: Any) -> Target:
     If its name is not known, they are those of the nearest one of its kind, for its number of multiprocessors, its
     clock and its memory.
     """
-    capability, found = (properties.major, properties.minor), named(properties.name)
-    if found is not None and found.capability == capability:
-        return _part(found, properties)
+    capability, target = (properties.major, properties.minor), named(properties.name)
+    if target is not None and target.capability == capability:
+        return _part(target, properties)
     return _scaled(nearest(capability, "GeForce" in properties.name), properties)
 
 
@@ -274,19 +274,20 @@ def _part(whole: Target, properties: Any) -> Target:
     if share > 0.9:
         return whole
     memory = min(1.0, properties.total_memory / whole.memory)
-    found = whole.times(bf16=share, fp8=share, bandwidth=memory)
-    return replace(found, multiprocessors=properties.multi_processor_count, memory=properties.total_memory)
+    part = whole.times(bf16=share, fp8=share, bandwidth=memory)
+    return replace(part, multiprocessors=properties.multi_processor_count, memory=properties.total_memory)
 
 
 def _scaled(near: Target, properties: Any) -> Target:
-    """Return the figures of a GPU that is like another one, but for its size. Clocks of properties are in kHz."""
+    """Return the figures of a GPU that is like `near`, but for its size. Clocks of properties are in kHz."""
     clock = 1e3 * getattr(properties, "clock_rate", 0) or near.clock or 0.0  # not in all versions of torch
+    # 2: memory transfers data at both edges of its clock. 0 if torch does not tell: then it stays that of `near`
     bandwidth = 2e3 * getattr(properties, "memory_clock_rate", 0) * getattr(properties, "memory_bus_width", 0) / 8
     assert near.multiprocessors is not None and near.clock is not None
     times = properties.multi_processor_count * clock / (near.multiprocessors * near.clock)
-    found = as_published(near).times(bf16=times, fp8=times, bandwidth=bandwidth / near.bandwidth or 1.0)
+    scaled = as_published(near).times(bf16=times, fp8=times, bandwidth=bandwidth / near.bandwidth or 1.0)
     return replace(
-        found, name=properties.name, capability=(properties.major, properties.minor),
+        scaled, name=properties.name, capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count, cache=properties.L2_cache_size,
         memory=properties.total_memory, clock=clock, shared_memory=properties.shared_memory_per_multiprocessor,
     )  # fmt: skip

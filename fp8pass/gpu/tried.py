@@ -1,4 +1,4 @@
-"""Try which matmul kernels a GPU has, in child processes that run `trial.py`: an error there harms no one."""
+"""Try which matmul kernels a GPU has, in child processes that run `trial.py`: an error there ends no other process."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def _run(command: Sequence[str], answers: Path, seconds: float, errors: IO[str])
     """Run a child, for so many seconds after it has begun to write answers; return how it ended, "" if well."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, text=True)
     end = time.monotonic() + STARTS
+    # `trial.py` creates the file when it begins: the import of torch before that has a separate limit
     while child.poll() is None and time.monotonic() < end and not answers.exists():
         time.sleep(0.05)
     try:
@@ -86,9 +87,9 @@ def _answers(lines: Sequence[Sequence[Any]], ended: str) -> list[Tried]:
     return results
 
 
-def works(kind: str, found: Sequence[Tried]) -> bool | None:
+def works(kind: str, results: Sequence[Tried]) -> bool | None:
     """Return whether all cases of a kind are right that fp8pass emits; None if not all were tried."""
-    needed = [t for t in found if t.kind == kind and t.needed]
+    needed = [t for t in results if t.kind == kind and t.needed]
     if not needed or any(t.result.startswith(trial.NOT_TRIED) for t in needed):
         return None
     return all(not t.result for t in needed)

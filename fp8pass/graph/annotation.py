@@ -119,6 +119,7 @@ class Annotation:
         module = copy_to_edit(self.module)
         for part in graphs_of(module):
             for node in part.graph.nodes:
+                # without the replacement by 1, a scale stays 0, by which `bootstrap` knows that there is no history
                 if node.target is ops.scales_or_one:
                     node.replace_all_uses_with(node.args[0])
                 node.args = map_aggregate(node.args, _bootstrapped)
@@ -176,19 +177,23 @@ class _Eager(fx.Interpreter):
         return result
 
     def _replace_kept(self, quantize: fx.Node, copy: Tensor) -> None:
+        """Let the backward of a marked op read `copy`, what `quantize` returned, instead of the op's result.
+
+        Between the two are only nodes that move elements, such as views and transposes: the copy is moved back.
+        """
         moves: list[Any] = [quantize.args[0]]
         while moves[-1] not in self.kept:
             moves.append(moves[-1].args[0])
         result, kept = self.kept[moves.pop()]
         # where each element of the copy has come from
-        places = torch.arange(result.numel(), device=result.device).view(result.shape)
+        positions = torch.arange(result.numel(), device=result.device).view(result.shape)
         for move in reversed(moves):
             called = {"call_method": super().call_method, "call_function": super().call_function}[move.op]
             args, kwargs = fx.map_arg((move.args[1:], move.kwargs), self.sizes.__getitem__)
-            places = called(move.target, (places, *args), kwargs)
+            positions = called(move.target, (positions, *args), kwargs)
         moved_back = torch.empty_like(copy.reshape(-1))
-        moved_back[places.reshape(-1)] = copy.reshape(-1)
-        for box in kept:
+        moved_back[positions.reshape(-1)] = copy.reshape(-1)
+        for box in kept:  # of what autograd saved, only the result itself, not for example a mask or another input
             same = box[0].untyped_storage()._cdata == result.untyped_storage()._cdata
             box[:] = [moved_back.view(result.shape) if same and box[0].shape == result.shape else box[0]]
 
@@ -259,14 +264,14 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     Copies the attributes that AOTAutograd reads: `_dynamo_source` of placeholders, `_param_name_to_source` and `meta`.
     """
     graph = fx.Graph()
-    twin: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     # `graph_copy` copies all nodes but the output, and returns what that returned
-    graph.output(graph.graph_copy(module.graph, twin))
-    for old, new in twin.items():
+    graph.output(graph.graph_copy(module.graph, copies))
+    for old, new in copies.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     _put_inputs_first(graph)
-    copy = fx.GraphModule(module, graph)
+    copy = fx.GraphModule(module, graph)  # with the attributes of `module` that the nodes name, not copies of them
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule) and hasattr(copy, name):
             setattr(copy, name, copy_to_edit(child))

@@ -31,10 +31,11 @@ class Attempt:
         """Return the next attempt after a fault in a pass, at FUNCTIONS or at LOWERING."""
         if place == FUNCTIONS:
             return replace(self, without=self.without | {"find_layers"})
-        known = place != LOWERING and self.runs(place)  # else it fails though it is left out
-        if self.form == "fp8" and (not known or place in NEEDED):
-            return Attempt("declined", self.without | ({place} if known else set()), reason)
-        return replace(self, without=self.without | {place}) if known else Attempt("plain")
+        # False, too, if it failed although it was left out already: to leave it out again would not end
+        can_leave_out = place != LOWERING and self.runs(place)
+        if self.form == "fp8" and (not can_leave_out or place in NEEDED):
+            return Attempt("declined", self.without | ({place} if can_leave_out else set()), reason)
+        return replace(self, without=self.without | {place}) if can_leave_out else Attempt("plain")
 
 
 FIRST = Attempt()

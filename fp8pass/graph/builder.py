@@ -124,6 +124,7 @@ class Builder:
 
         So the computation of a pass can be written, and tested, as a plain torch function.
         """
+        # the ops run on the nodes' fake tensors; the mode records each as a node before `before`
         recorder = _Recorder(functools.partial(self._new, before), self.computed)
         fakes = [recorder.know(val(node), node) for node in inputs]
         with self.mode, recorder:
@@ -164,13 +165,13 @@ class Builder:
             if expr.is_Integer:
                 return int(expr)
             for holder in holders:
-                if (found := self._read(before, holder, expr)) is not None:
-                    return found
+                if (node := self._read(before, holder, expr)) is not None:
+                    return node
             if expr.is_Symbol:  # a size that depends on data, which no input has
                 earlier = itertools.takewhile(lambda n: n is not before, self.graph.nodes)
-                found = next(filter(None, (self._read(before, n, expr) for n in earlier)), None)
-                assert found is not None, f"no tensor of the graph has the size {expr}"
-                return found
+                node = next(filter(None, (self._read(before, n, expr) for n in earlier)), None)
+                assert node is not None, f"no tensor of the graph has the size {expr}"
+                return node
             operation = _OPERATIONS[type(expr)]
             return functools.reduce(lambda a, b: self.emit(before, operation, a, b), map(built, expr.args))
 
@@ -195,7 +196,7 @@ class Builder:
         was, now = val(old), val(new)
         assert was.dtype == now.dtype and laid_out_alike(was, now), (old, was, now)
         for key, value in old.meta.items():
-            new.meta.setdefault(key, value)
+            new.meta.setdefault(key, value)  # not over `val`, which belongs to what `new` computes
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
@@ -255,7 +256,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):
-            return result  # a query, for a tensor's device say
+            return result  # a query, for example for a tensor's device
         node = self.record(func, *pytree.tree_map_only(torch.Tensor, lambda t: self.node_of[id(t)], (args, kwargs)))
         node.meta["val"] = result
         if all(map(is_tensor, node.all_input_nodes)):  # a symbolic size was a number here, and is a node in the graph

@@ -1,9 +1,9 @@
 """Tell which ops another library runs, and compare the strides of their arguments before and after a pass.
 
-Inductor writes the code of pointwise ops, views and reductions itself, for whatever strides their inputs have. Somebody
-else has written the code of attention, convolutions, collectives and custom ops, for the strides of the annotated
-graph: torch looks up cuDNN's plan for the backward of attention by the strides of q, k and v, and the plan has those of
-the result.
+Inductor writes the code of pointwise ops, views and reductions itself, for whatever strides their inputs have. The code
+of attention, convolutions, collectives and custom ops comes from other libraries, and is called for the strides of the
+annotated graph: torch looks up cuDNN's plan for the backward of attention by the strides of q, k and v, and the plan
+has those of the result.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def runs_elsewhere(node: fx.Node) -> bool:
 
 @functools.cache
 def _is_elsewhere(target: Any) -> bool:
+    # kernels of the user's, flex_attention, and branches, whose graphs were traced for the strides of their inputs
     if isinstance(target, HigherOrderOperator):
-        return (
-            True  # kernels of the user's, flex_attention, and branches, whose graphs know the strides of their inputs
-        )
+        return True
     if not isinstance(target, OpOverload) or target.namespace in ("prims", "prim", "fp8pass"):
         return False
     if target.namespace == "aten":
@@ -101,6 +100,6 @@ def _named(node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _in(argument: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(argument, found.append)
-    return [n for n in found if is_tensor(n)]
+    nodes: list[fx.Node] = []
+    fx.map_arg(argument, nodes.append)
+    return [n for n in nodes if is_tensor(n)]

@@ -66,21 +66,24 @@ def _speedup_at(
     return float(predicted_speedup(target, m, k, n, recipe, element_size, training))
 
 
-def _solved_for(sizes: Sequence[Any], of: tuple[Size, Size, Size]) -> tuple[Any, tuple[Size, Size, Size] | None]:
-    """Return the size that varies, and M, K and N as polynomials of it; (None, None) if there is no such size."""
-    varying = {size for size in of if isinstance(size, sympy.Basic)}
+def _solved_for(sizes: Sequence[Any], exprs: tuple[Size, Size, Size]) -> tuple[Any, tuple[Size, Size, Size] | None]:
+    """Return the size that varies, and M, K and N as polynomials of it; (None, None) if there is no such size.
+
+    sizes: M, K and N, ints or SymInts. exprs: the same as expressions.
+    """
+    varying = {expr for expr in exprs if isinstance(expr, sympy.Basic)}
     if not varying:
-        return None, (ROWS, of[1], of[2])
+        return None, (ROWS, exprs[1], exprs[2])
     if len(varying) == 1:  # it may be an expression, of several symbols too: the guard is on the expression
-        size = next(size for size, found in zip(sizes, of, strict=True) if found in varying)
-        m, k, n = (ROWS if size in varying else size for size in of)
+        size = next(size for size, expr in zip(sizes, exprs, strict=True) if expr in varying)
+        m, k, n = (ROWS if expr in varying else expr for expr in exprs)
         return size, (m, k, n)
     symbols = set().union(*(size.free_symbols for size in varying))
     if len(symbols) > 1 or not all(size.is_polynomial(*symbols) for size in varying):
         return None, None
     env = next(size.node.shape_env for size in sizes if not isinstance(size, int))
     (symbol,) = symbols
-    return env.create_symintnode(symbol, hint=example_of(env, symbol)), of
+    return env.create_symintnode(symbol, hint=example_of(env, symbol)), exprs
 
 
 def _name(variable: Any, m: Size, k: Size, n: Size) -> str:
@@ -88,10 +91,10 @@ def _name(variable: Any, m: Size, k: Size, n: Size) -> str:
     return "M" if only_rows else str(expression(variable))
 
 
-def in_words(pays: Intervals | None, of: str = "M") -> str:
+def in_words(pays: Intervals | None, size: str = "M") -> str:
     """Return where a call pays, as reports have it: "1,184" for M from 1,184 on, "never", "96 to 200, 1,184"."""
     if pays is None:
         return ""
     texts = [f"{first:,}" if last is None else f"{first:,} to {last:,}" for first, last in pays]
-    found = ", ".join(texts) or "never"
-    return found if of == "M" or not pays else f"{of} = {found}"
+    listed = ", ".join(texts) or "never"
+    return listed if size == "M" or not pays else f"{size} = {listed}"

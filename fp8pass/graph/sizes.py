@@ -14,15 +14,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass.base._torch import RelaxedUnspecConstraint, StrictMinMaxConstraint, example_of, free_unbacked_symbols
 
 Size: TypeAlias = int | sympy.Expr
-"""A size in a report: a number, or an expression of the sizes of the call, by torch's symbols for them: s27, say."""
+"""A size in a report: a number, or an expression of the sizes of the call, by torch's symbols for them, such as s27."""
 
 
 def expression(size: Any) -> Size:
     """Return an int as it is, and a SymInt as an expression of torch's symbols; adds no guard."""
     if isinstance(size, int):
         return size
-    found = size.node.expr
-    return int(found) if found.is_number else found
+    expr = size.node.expr
+    return int(expr) if expr.is_number else expr
 
 
 def depends_on_data(size: Any) -> bool:
@@ -46,11 +46,11 @@ def bounds(size: Any) -> tuple[int, int | None]:
     """Return the smallest and the largest value of a size in this compilation; None if it has no largest value."""
     if isinstance(size, int):
         return size, size
-    found = size.node.shape_env.bound_sympy(size.node.expr)
-    upper = found.upper
+    value_range = size.node.shape_env.bound_sympy(size.node.expr)
+    upper = value_range.upper
     # torch's upper bound of a size that has none is an infinity of its own, or the largest int64
     endless = not upper.is_number or not upper.is_finite or upper >= 2**62
-    return int(found.lower), None if endless else int(upper)
+    return int(value_range.lower), None if endless else int(upper)
 
 
 def value_at(size: Size | Any, largest: bool, endless: int = 1 << 20) -> int:
@@ -83,11 +83,11 @@ def varying(sizes: Sequence[Any]) -> Iterator[VaryingSize]:
     for size in sizes:
         if isinstance(size, int) or depends_on_data(size):
             continue
-        of = size.node.shape_env
+        env = size.node.shape_env
         for symbol in sorted(size.node.expr.free_symbols, key=str):
-            example = example_of(of, symbol)
-            low, high = bounds(of.create_symintnode(symbol, hint=example))
-            yield VaryingSize(str(symbol), _readable(of.var_to_sources.get(symbol, ())), low, high, example)
+            example = example_of(env, symbol)
+            low, high = bounds(env.create_symintnode(symbol, hint=example))
+            yield VaryingSize(str(symbol), _readable(env.var_to_sources.get(symbol, ())), low, high, example)
 
 
 def _readable(sources: Sequence[Any]) -> str:
@@ -101,8 +101,8 @@ def _readable(sources: Sequence[Any]) -> str:
 def why_no_guard(size: Any, number: int) -> str:
     """Return why the compilation cannot be limited to the side of `size >= number` on which the example is.
 
-    "" if it can be. Torch takes no guards once Dynamo has written those of a graph. A user who marks a dimension
-    dynamic with a range wants one compilation for all of it; one who marks it without a range, for more than one size.
+    "" if it can be. Torch takes no guards once Dynamo has written those of a graph. With a range, `mark_dynamic` asks
+    for one compilation of the whole range; without one, for a compilation that serves more than one size.
     """
     if depends_on_data(size):
         return "it depends on data, and is known only when the graph runs"
@@ -125,17 +125,18 @@ def _constraints(env: Any) -> Iterator[tuple[sympy.Symbol, Any]]:
         asked = getattr(tracked.symbolic_context, "constraint_sizes", None)
         if isinstance(tracked.fake, torch.Tensor) and asked:
             shape: Sequence[Any] = tracked.fake.shape
-            for of, constraint in zip(shape, asked, strict=True):
-                if constraint is not None and isinstance(of, torch.SymInt):
-                    for symbol in of.node.expr.free_symbols:
+            for size, constraint in zip(shape, asked, strict=True):
+                if constraint is not None and isinstance(size, torch.SymInt):
+                    for symbol in size.node.expr.free_symbols:
                         yield symbol, constraint
 
 
 def _leaves_more(size: Any, symbol: sympy.Symbol, number: int) -> bool:
     """Return whether another value of the symbol is on the side of `size >= number` on which the example is."""
-    env, of = size.node.shape_env, size.node.expr
-    examples = {s: example_of(env, s) for s in of.free_symbols}
+    env, expr = size.node.shape_env, size.node.expr
+    examples = {s: example_of(env, s) for s in expr.free_symbols}
+    # by the neighbours of the example: torch rejects a symbol that a guard leaves only one value
     near = (examples[symbol] + step for step in (-1, 1))
     low, _ = bounds(env.create_symintnode(symbol, hint=examples[symbol]))
-    side = of.subs(examples) >= number
-    return any(value >= low and (of.subs({**examples, symbol: value}) >= number) == side for value in near)
+    side = expr.subs(examples) >= number
+    return any(value >= low and (expr.subs({**examples, symbol: value}) >= number) == side for value in near)

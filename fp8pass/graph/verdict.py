@@ -104,8 +104,8 @@ class Gemm:
         """Return the value of an expression at the sizes of the call that was compiled; 0 if these depend on data."""
         if not isinstance(expression, sympy.Basic):
             return expression
-        found = expression.subs({symbol: size.example for size in self.sizes for symbol in _named(expression, size)})
-        return int(found) if found.is_number else 0
+        value = expression.subs({symbol: size.example for size in self.sizes for symbol in _named(expression, size)})
+        return int(value) if value.is_number else 0
 
     def predicted(self, prediction: Prediction | None) -> Gemm:
         """Take over what is predicted for its call; return itself."""
@@ -116,4 +116,5 @@ class Gemm:
 
 
 def _named(expression: sympy.Basic, size: VaryingSize) -> list[sympy.Basic]:
+    # by name: `VaryingSize` outlives the compilation, and has the symbol as text
     return [symbol for symbol in expression.free_symbols if str(symbol) == size.symbol]

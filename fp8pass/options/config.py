@@ -89,6 +89,7 @@ def _group(name: str, value: Any) -> Any:
         raise ValueError(f"this rank is not in {name}: pass the group of the ranks that train the same model")
     if not isinstance(value, ProcessGroup | DeviceMesh | None):
         raise wrong(name, value, "a torch.distributed.ProcessGroup or DeviceMesh, or None")
+    # `Reduction.process_group` flattens a mesh when it is first asked, which is a collective of the whole world
     if isinstance(value, DeviceMesh) and value.ndim > 1 and value.size() < dist.get_world_size():
         raise ValueError(
             f"{name} is a mesh of {value.ndim} dimensions and {value.size()} of {dist.get_world_size()} ranks: "
@@ -202,7 +203,7 @@ class Config(Checked):
     monitor_kurtosis: float | None = field(
         default=None, metadata=(ratio(1, "a kurtosis, 1 or more, or None; a normal distribution has 3") | None).field
     )
-    """Warn once of each activation whose kurtosis exceeds this, when the monitor's numbers are read. None: never."""
+    """Warn once of each activation whose kurtosis exceeds this, when the statistics are read. None: never."""
     reduce_amax: bool = field(default=True, metadata=FLAG.field)
     """With torch.distributed: one all-reduce per step gives delayed scaling the same scales on all ranks. Every rank of
     the group must train the same model with the same options; otherwise all raise `Fp8Error` in the first step."""
@@ -214,8 +215,8 @@ class Config(Checked):
     strict: bool = field(default=False, metadata=FLAG.field)
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, but is not rewritten."""
     on_fault: str = field(default="warn", metadata=names(*ON_FAULT).field)
-    """The response to an internal error of fp8pass, in a pass say: "warn" compiles the graph without the part that
-    failed, and warns; "raise" raises `Fp8Error`, as `strict` does."""
+    """The response to an internal error of fp8pass, for example in a pass: "warn" compiles the graph without the part
+    that failed, and warns; "raise" raises `Fp8Error`, as `strict` does."""
     target: str | Target | None = field(default=None, metadata=(TARGET | None).field)
     """The GPU to decide for ("sm_90", "rtx4090", ..., or what `fp8pass.roofline.load_machine` returns) if it isn't the
     one that the tensors are on."""
@@ -367,7 +368,7 @@ class Config(Checked):
         return replace(self, recipe=recipe, monitor=self.monitor if counts else False, monitor_interval=1)
 
     def variant(self, step: int, trains: bool = True) -> tuple[int, bool]:
-        """Return a key that is equal for steps that are compiled alike.
+        """Return a key that is equal for steps whose graphs are compiled with the same options.
 
         Args:
             step: Number of the step, counted from 0.

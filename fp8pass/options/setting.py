@@ -58,6 +58,7 @@ def autocast(enabled: bool = True, recipe: Any = None) -> Iterator[None]:
         ValueError: If the recipe is unknown.
     """
     if torch.compiler.is_compiling():
+        # Dynamo traces this context; `annotate` notes the setting in the `meta["custom"]` of the nodes within it
         with annotate({ENABLED: enabled} if recipe is None else {ENABLED: enabled, RECIPE: recipe}):
             yield
         return

@@ -102,12 +102,12 @@ def patterns_of(config: Config) -> Iterator[Pattern]:
                 yield from (Pattern(STATIC, slot) for slot in each.scales)
 
 
-def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> None:
+def check_compiled(config: Config, graph: fx.Graph, models_checked: bool = False) -> None:
     """Raise ValueError for a pattern that matches nothing in the model whose frame Dynamo compiles now.
 
     Warns once of patterns that may match something that is not seen from there, and of patterns that have no effect in
-    this graph because its names are relative to another module. judged: `check_models` has already checked the
-    patterns, so only the latter are looked for.
+    this graph because its names are relative to another module. models_checked: True if `check_models` has checked the
+    patterns, so that only the latter are looked for.
     """
     patterns = list(patterns_of(config))
     if not patterns:
@@ -123,14 +123,14 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
         return
     root_module = modules[0][1] if len(modules) == 1 else dict(modules).get("self")
     holders = _holders(root_module) if root_module is not None else []
-    other = {name for prefix, m in modules for place in ("", prefix) for name in _named(place, m)}
+    other = {name for prefix, m in modules for path in ("", prefix) for name in _named(path, m)}
     if root_module is not None:
         other.update(name for holder in holders for name in _of_parts_like(root_module, holder))
     everything = here.union(other, *map(names_of, holders))
-    if not judged:
+    if not models_checked:
         is_whole = isinstance(scope.get("self"), nn.Module) and pipeline_call() is None
         owner = type(unwrapped((root_module, *holders)[-1])).__name__ if is_whole else "what is compiled"
-        _tell(missing, everything, owner, _refuse if is_whole else _warn)
+        _report_missing(missing, everything, owner, _refuse if is_whole else _warn)
     for pattern in missing:
         if pattern.option != STATIC and pattern.is_in(other):
             modules_of_it = (name for name in here if name.rpartition(".")[2] not in MATMULS)
@@ -151,7 +151,7 @@ def check_models(config: Config, models: Iterable[nn.Module], scope: Mapping[str
     patterns = list(patterns_of(config))
     modules = [*(("", model) for model in models), *_modules_in(scope)] if patterns else []
     names = {name for prefix, m in modules for name in _named(prefix, m)}
-    _tell(patterns, names, where, _refuse)
+    _report_missing(patterns, names, where, _refuse)
 
 
 def scope_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,10 +176,11 @@ def names_of(module: nn.Module) -> set[str]:
     return (paths | parameters | products) - {""}
 
 
-def _tell(patterns: Sequence[Pattern], names: Set[str], of: str, tell: Callable[[str], None]) -> None:
+def _report_missing(patterns: Sequence[Pattern], names: Set[str], owner: str, report: Callable[[str], None]) -> None:
+    """Call `report` with a message if some of the patterns match none of the names. owner: of the names."""
     missing = [pattern for pattern in patterns if not pattern.is_in(names)]
     if missing:
-        tell(". ".join(pattern.why(names, of) for pattern in missing[:3]))
+        report(". ".join(pattern.why(names, owner) for pattern in missing[:3]))
 
 
 def _refuse(what: str) -> None:
@@ -200,10 +201,10 @@ def _holders(module: nn.Module) -> list[nn.Module]:
         if issubclass(type(holder), nn.Module):  # isinstance raises ReferenceError for dead weak proxies
             for held in vars(holder).get("_modules", {}).values():
                 holders.setdefault(id(held), []).append(holder)
-    found = {id(module): module}
+    seen = {id(module): module}
     for each in (todo := [module]):  # `todo` grows while the loop goes through it
-        new = {id(holder): holder for holder in holders.get(id(each), ()) if id(holder) not in found}
-        found.update(new)
+        new = {id(holder): holder for holder in holders.get(id(each), ()) if id(holder) not in seen}
+        seen.update(new)
         todo += new.values()
     return todo[1:]
 
@@ -223,7 +224,7 @@ def _modules_in(scope: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
     held = [(name, _held(value)) for name, value in scope.items()]
     return [
         *((name, value) for name, value in scope.items() if isinstance(value, nn.Module)),
-        *((f"{name}.{key}", x) for name, of in held for key, x in of.items() if isinstance(x, nn.Module)),
+        *((f"{name}.{key}", x) for name, values in held for key, x in values.items() if isinstance(x, nn.Module)),
     ]
 
 
@@ -240,10 +241,10 @@ def _named(path: str, module: nn.Module) -> set[str]:
     return {*_under(path, names_of(module)), path} - {""}
 
 
-def _path_in(names: Names, place: str) -> str:
-    """Return the name in a graph of a module at this place in the graph's frame: "model", "args.0", "block.up"."""
-    root = place if place in names.roots else place.partition(".")[0]
-    path = place.removeprefix(root).removeprefix(".")
+def _path_in(names: Names, variable: str) -> str:
+    """Return the name in a graph of a module that the graph's frame has as "model", "args.0" or "block.up"."""
+    root = variable if variable in names.roots else variable.partition(".")[0]
+    path = variable.removeprefix(root).removeprefix(".")
     return ".".join(part for part in (names.relative(root), path) if part)
 
 

@@ -73,6 +73,7 @@ def calibrate(
             result = run(*args, **kwargs)
             if loss is not None:
                 parameters = [p for p in model.parameters() if p.requires_grad]
+                # not backward(), which would add to the parameters' `grad`
                 torch.autograd.grad(loss(result), parameters, allow_unused=True)
             observer.end_batch()
             count += 1
@@ -154,17 +155,17 @@ class _Observer:
         amaxes: dict[str, Tensor] = {}
         limits: dict[str, float] = {}
         for state in self.states.values():
-            found = dict(zip(state.table.names, state.amax().cpu(), strict=True))
+            amax_of = dict(zip(state.table.names, state.amax().cpu(), strict=True))
             limit = dict(zip(state.table.names, state.table.fp8_max, strict=True))
             for inner, name in names_in(self.model, state).items():
-                amaxes[name] = torch.maximum(found[inner], amaxes.get(name, found[inner]))
+                amaxes[name] = torch.maximum(amax_of[inner], amaxes.get(name, amax_of[inner]))
                 limits[name] = limit[inner]
         seen = {name: float(amax) for name, amax in amaxes.items()}
         _warn_of("NaN or inf in", self.nonfinite, "these calls are skipped")
         _warn_of("nothing but zeros in", {n for n, amax in seen.items() if amax == 0}, "their scales are 1")
         # The amax of a tensor that was never finite is still -1, for none.
-        known = [(name, amax) for name, amax in sorted(amaxes.items()) if amax >= 0]
-        return {name: scaling.scale_from_amax(amax, limits[name], 1.0) for name, amax in known}
+        measured = [(name, amax) for name, amax in sorted(amaxes.items()) if amax >= 0]
+        return {name: scaling.scale_from_amax(amax, limits[name], 1.0) for name, amax in measured}
 
 
 def _warn_of(what: str, slots: Set[str], so: str) -> None:

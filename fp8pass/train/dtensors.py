@@ -1,4 +1,4 @@
-"""Run torch's own functions of DTensors op by op where a training step calls them, instead of compiling each by itself.
+"""Run torch's own functions for DTensors op by op where a training step calls them, instead of compiling each alone.
 
 Dynamo compiles functions of `torch.distributed`, and is on while a step runs. So it would begin to compile each that is
 called outside of a graph. It fails where a backward calls one: at `DTensor.__tensor_unflatten__`, with which

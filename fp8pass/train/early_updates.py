@@ -1,7 +1,7 @@
 """Update parameters while the backward runs: `update_in_backward` of `fp8pass.train_step`.
 
 The first call of a step updates at `optimizer.step()`, as always. It shows in which order gradients are complete, and
-whether anything writes into them between the backward and the update: clipping, say. From the second call on,
+whether anything, such as clipping, writes into them between the backward and the update. From the second call on,
 parameters whose gradients are complete one after another form a bucket of at least `update_bucket_bytes`. As soon as
 the last gradient of a bucket is complete, a compiled update of these parameters runs, and their gradients are freed. So
 `optimizer.step()` finds no gradients, except those of parameters that are in no bucket of this call.
@@ -65,7 +65,7 @@ class EarlyUpdates:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._handles: list[Any] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, self._handles)  # parameters and optimizers keep their hooks
         self._on = False
         self._done: set[int] = set()
         """The parameters that were updated in the current call."""
@@ -99,7 +99,8 @@ class EarlyUpdates:
         if ddp := [m for m in models if isinstance(m, DistributedDataParallel)]:
             raise Fp8Error(
                 f"train_step: {_WHY}, and {type(ddp[0]).__name__} reduces gradients among ranks only afterwards. Use "
-                "FSDP2 (fully_shard), which hands reduced gradients over, or leave update_in_backward out"
+                "FSDP2 (fully_shard), whose gradients are reduced when they are complete, or leave update_in_backward "
+                "out"
             )
         self.close()
         self._names = {id(p): name for m in models for name, p in m.named_parameters()}
@@ -117,7 +118,7 @@ class EarlyUpdates:
         self._on = True
         self._done.clear()
         self._begun.clear()
-        self._steps[:] = [0] * len(self._steps)
+        self._steps[:] = [0] * len(self._steps)  # in place: the optimizers' hooks hold this list
         self._live = self.peak_bytes = self.all_bytes = 0
         for bucket in self._buckets:
             bucket.waits_for = set(map(id, bucket.parameters))
@@ -139,10 +140,10 @@ class EarlyUpdates:
     def close(self) -> None:
         """Remove all hooks, and forget everything."""
         _remove(self._handles)
-        for of in (self._optimizers, self._steps, self._buckets):
-            of.clear()
-        for known in (self._names, self._seen, self._bucket_of, self._done):
-            known.clear()
+        for items in (self._optimizers, self._steps, self._buckets):
+            items.clear()
+        for by_id in (self._names, self._seen, self._bucket_of, self._done):
+            by_id.clear()
 
     def _complete(self, p: Tensor) -> None:
         """Note that a gradient is complete; run the update of its bucket if it is the last one."""
@@ -189,12 +190,13 @@ class EarlyUpdates:
         self._check(seen, changed)
         for optimizer in (ref() for ref in self._optimizers):
             assert optimizer is not None
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            # a bucket has parameters of one optimizer, whose step updates them
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
             of_bucket: list[_Seen] = []
-            mine = [s for s in seen if id(s.parameter) in own]
-            for s in mine:
+            of_optimizer = [s for s in seen if id(s.parameter) in ids]
+            for s in of_optimizer:
                 of_bucket.append(s)
-                if sum(nbytes_here(x.grad) for x in of_bucket) >= self._bucket_bytes or s is mine[-1]:
+                if sum(nbytes_here(x.grad) for x in of_bucket) >= self._bucket_bytes or s is of_optimizer[-1]:
                     self._add([x.parameter for x in of_bucket], optimizer)
                     of_bucket = []
 
@@ -208,7 +210,7 @@ class EarlyUpdates:
         if not changed:
             raise Fp8Error(
                 f"train_step: {_WHY}, and the first call updated no parameter. Each call must end with an "
-                "optimizer.step() that updates all of them; else leave update_in_backward out"
+                "optimizer.step() that updates all of them; otherwise leave update_in_backward out"
             )
         if several := [s for s in seen if s.backwards > 1]:
             raise Fp8Error(
@@ -230,6 +232,8 @@ class _PartOfUpdate:
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], compiled: Compile, number: int) -> None:
         self.whole = weakref.ref(optimizer)
         ids = set(map(id, parameters))
+        # without `__init__`, which would make other groups and hyperparameters; without hooks, which the whole
+        # optimizer's own step calls
         self._part = object.__new__(type(optimizer))
         hooks = {name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
         # a `step` among the attributes is a scheduler's, which counts calls of the whole optimizer
@@ -257,8 +261,8 @@ class _PartOfUpdate:
             group.update({name: value for name, value in whole.param_groups[i].items() if name != "params"})
         self._run()
         for i, group in self._groups:
-            theirs = whole.param_groups[i]
-            if changed := [name for name, value in group.items() if name != "params" and value is not theirs[name]]:
+            whole_group = whole.param_groups[i]
+            if changed := [n for n, value in group.items() if n != "params" and value is not whole_group[n]]:
                 raise Fp8Error(
                     f"train_step: {type(whole).__name__} changes {changed[0]!r} of its param_groups in each step, so "
                     "its parameters can't be updated in parts. Leave update_in_backward out"
@@ -277,7 +281,7 @@ def _step_of(optimizer: Optimizer, number: int) -> Callable[[], None]:
 
 
 def nbytes_here(x: Tensor) -> int:
-    """Return the bytes of a tensor, or of this rank's part of a DTensor."""
+    """Return the bytes of a tensor, or of this rank's shard of a DTensor."""
     return (x.to_local() if isinstance(x, DTensor) else x).nbytes
 
 
@@ -303,8 +307,8 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hook(p: Tensor) -> None:
-        if (found := ref()) is not None:
-            found(p)
+        if (bound := ref()) is not None:
+            bound(p)
 
     disabled: Callable[[Tensor], None] = hook
     return disabled

@@ -72,8 +72,8 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
             not update the model's parameters, if a model is on several devices, if `optimizer_state` or
-            `update_rounding` is set for parameters that several dimensions of a mesh divide, or if `update_in_backward`
-            is set for a step that uses gradients after they are complete.
+            `update_rounding` is set for parameters sharded over several dimensions of a mesh, or if
+            `update_in_backward` is set for a step that uses gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -131,9 +131,9 @@ class TrainStep:
             stack.enter_context(dtensors_op_by_op())
             for model in models:
                 stack.enter_context(accumulate(model))
-            known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
-            stack.enter_context(self._calls.caught(models, is_first=not known))
-            run = self._run if known else functools.partial(self._first_call, models, optimizers)
+            are_checked = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
+            stack.enter_context(self._calls.caught(models, is_first=not are_checked))
+            run = self._run if are_checked else functools.partial(self._first_call, models, optimizers)
             before, faults = Counter(counters["graph_break"]), len(gone_on_after)
             result = run(*args, **kwargs)
             self._breaks += Counter(counters["graph_break"]) - before
@@ -158,17 +158,17 @@ class TrainStep:
         if silent := sum(self._breaks.values()) - len(report.breaks):
             reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
             report.notes.append(f"{silent} more graph breaks have no ops before them to compile. All: {reasons}")
-        if places := [f"{name} ({location_of(file, line)})" for (name, file), line in self._op_by_op.items()]:
-            runs = "itself runs" if len(places) == 1 else "themselves run"
+        if functions := [f"{name} ({location_of(file, line)})" for (name, file), line in self._op_by_op.items()]:
+            runs = "itself runs" if len(functions) == 1 else "themselves run"
             report.notes.append(
-                f"{' and '.join(places)} {runs} op by op: torch does not compile a function whose graph breaks inside "
-                "a loop (for example at backward()) or inside a block that it cannot resume. The modules and functions "
-                "that it calls are still compiled, one by one. To compile the code between those calls, such as a "
-                "loss, move it into one function with the model's call"
+                f"{' and '.join(functions)} {runs} op by op: torch does not compile a function whose graph breaks "
+                "inside a loop (for example at backward()) or inside a block that it cannot resume. The modules and "
+                "functions that it calls are still compiled, one by one. To compile the code between those calls, such "
+                "as a loss, move it into one function with the model's call"
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
-            # by rows and by columns, a weight has two copies with scales of their own
+            # under rowwise scaling a weight has two copies, by rows and by columns, each with its scales: count it once
             by_parts = {tuple(map(id, w.parts)): w.parts for w in weights}
             original_bytes = sum(part_of(p).nbytes for parts in by_parts.values() for p in parts)
             copied_bytes = sum(w.nbytes for w in weights)
@@ -222,9 +222,10 @@ class TrainStep:
     def bytes_per_parameter(self) -> ParameterBytes:
         """Return the bytes of memory of the trained parameters and all that belongs to them, counted now: see there."""
         parameters = list({id(p): p for model in self._models for p in model.parameters()}.values())
-        known = [n for update in list(self._updates) if (n := update.gradient_bytes) is not None]
+        # a list: the weak set may lose elements while it is iterated
+        of_updates = [n for update in list(self._updates) if (n := update.gradient_bytes) is not None]
         held = self._early.held_bytes if self._early is not None else None
-        gradients = held if held is not None else sum(known) if known else None
+        gradients = held if held is not None else sum(of_updates) if of_updates else None
         return parameter_bytes(parameters, list(self._optimizers), gradients)
 
     @property
@@ -265,12 +266,12 @@ class TrainStep:
 
     def _compile_part(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph, of the step or of an update that the backward calls."""
-        # `_first_call` has judged the patterns by all models of the step.
-        check_compiled(self.config, module.graph, judged=True)
+        # `_first_call` has checked the patterns against all models of the step
+        check_compiled(self.config, module.graph, models_checked=True)
         with collect() as report:
             compiled = compile_graph(module, example_inputs, self.config)
-        if (found := break_of(module)) is not None:
-            report.breaks.append(found)
+        if (graph_break := break_of(module)) is not None:
+            report.breaks.append(graph_break)
         if (again := recompile_of(module, self._compiled_ids)) is not None:
             report.recompiles.append(again)
         self._collected.add(report)
@@ -290,7 +291,7 @@ class TrainStep:
         _check_divided(trained, self.config)
         check_models(self.config, models, scope_of(self._function, args, kwargs), where)
         parameters = [p for model in trained for p in model.parameters()]
-        # In-place ops change the version, `p.data = x` only the address.
+        # in-place ops change the version, `p.data = x` only the address
         before = [(p._version, p.data_ptr()) for p in parameters]
         outside = Outside(models)
         if self.config.weight_amax == "predicted":
@@ -321,8 +322,8 @@ class TrainStep:
                 continue
             for optimizer in optimizers:
                 save_plainly(optimizer)
-                for of in optimizer.state.values():
-                    of.update({name: moments[id(x)] for name, x in of.items() if id(x) in moments})
+                for of_parameter in optimizer.state.values():
+                    of_parameter.update({name: moments[id(x)] for name, x in of_parameter.items() if id(x) in moments})
             update.retire()
 
     def _has_scaler(self, args: Any, kwargs: Any) -> bool:
@@ -338,9 +339,9 @@ def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     ref = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
-        found = ref()
-        assert found is not None, "what is being called can't be gone"
-        return found(*args)
+        bound = ref()
+        assert bound is not None, "what is being called can't be gone"
+        return bound(*args)
 
     return call
 
@@ -437,7 +438,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
-    """Raise Fp8Error for options that need one division of a parameter, if several dimensions of a mesh divide one."""
+    """Raise Fp8Error for options that don't support parameters sharded over several dimensions of a mesh."""
     for model in models:
         for name, p in model.named_parameters():
             if not isinstance(p, DTensor):
@@ -446,7 +447,7 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
 
 
 def _check_division(name: str, p: DTensor, config: Config) -> None:
-    """Raise Fp8Error for a parameter that several dimensions of a mesh divide, for options that take one division."""
+    """Raise Fp8Error for such an option if a parameter is sharded over several dimensions of a mesh."""
     for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
         value = getattr(config, option)
         if value != off and divided_several_times(p):
@@ -474,15 +475,15 @@ def _check_early(config: Config) -> None:
 
 def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], where: str) -> None:
     looked = "among its arguments, in its closure, the globals that it names, and the attributes of these"
-    for found, what in ((models, "torch.nn.Module"), (optimizers, "torch.optim.Optimizer")):
-        if not found:
+    for objects, what in ((models, "torch.nn.Module"), (optimizers, "torch.optim.Optimizer")):
+        if not objects:
             raise Fp8Error(f"train_step: {where} has no {what} {looked}. Pass it to the function")
     for model in models:
         devices = {p.device: name for name, p in model.named_parameters()}
         if len(devices) > 1:
-            places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            listed = ", ".join(f"{name} on {device}" for device, name in devices.items())
             raise Fp8Error(
-                f"train_step: {type(model).__name__} is on several devices: {places}. A step supports one: move the "
+                f"train_step: {type(model).__name__} is on several devices: {listed}. A step supports one: move the "
                 "model to one device, or train each part by a separate step"
             )
 

@@ -40,7 +40,7 @@ class MonitorInput:
         if counter.counted is None:
             counter.counted = MonitorBuffer(self.table)
         buffer: MonitorBuffer = counter.counted
-        if not call.is_counted:
+        if not call.is_counted:  # a repeated forward counts into the step of its first run
             begin_step(counter)
             buffer.begin(registry.step_of(call.owned) - 1, now())
         return buffer.inputs(call.is_counted)

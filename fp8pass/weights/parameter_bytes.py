@@ -34,7 +34,7 @@ class ParameterBytes:
     def per_parameter(self) -> dict[str, float]:
         """Bytes per element of a parameter, by part; with "gradients" if these are known."""
         parts = self.steady if self.gradients is None else {**self.steady, GRADIENTS: self.gradients}
-        elements = max(self.elements, 1)  # a rank may have no part of any parameter
+        elements = max(self.elements, 1)  # a rank may have empty shards only
         return {part: n / elements for part, n in parts.items()}
 
     @property
@@ -43,10 +43,10 @@ class ParameterBytes:
         return sum(self.per_parameter.values())
 
     def __str__(self) -> str:
-        of = self.per_parameter
-        gradients = of.pop(GRADIENTS, None)
-        parts = ", ".join(f"{part} {n:.2f}" for part, n in of.items())
-        said = f"bytes per parameter: {parts}: {sum(of.values()):.2f} between steps"
+        by_part = self.per_parameter
+        gradients = by_part.pop(GRADIENTS, None)
+        parts = ", ".join(f"{part} {n:.2f}" for part, n in by_part.items())
+        said = f"bytes per parameter: {parts}: {sum(by_part.values()):.2f} between steps"
         return said if gradients is None else f"{said}; with gradients, {gradients:.2f} more: {self.peak:.2f}"
 
 
@@ -61,24 +61,24 @@ def parameter_bytes(
         counted.update(new)
         return sum(new.values())
 
-    # of a parameter that is divided among ranks, this rank's part
+    # of a sharded parameter, the elements of this rank's shard
     elements = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    found = ParameterBytes(elements, gradients=gradients)
-    found.steady[PARAMETERS] = nbytes(parameters)
+    count = ParameterBytes(elements, gradients=gradients)
+    count.steady[PARAMETERS] = nbytes(parameters)
     if weights := weights_of(parameters):
-        found.steady[COPIES] = nbytes(x for w in weights for x in w.tensors)
+        count.steady[COPIES] = nbytes(x for w in weights for x in w.tensors)
     scales = [w.scales for w in weights]
     for name, states in _states(optimizers).items():
         moments = [m for m in map(moment_of, states) if m is not None]
         plain = [x for x in states if moment_of(x) is None]
         values = [*(m.x_q for m in moments), *(x for x in plain if x.dim())]
         if values:
-            found.steady[name] = nbytes(values)
+            count.steady[name] = nbytes(values)
         scales += [m.moment_scales for m in moments] + [m.blocks for m in moments if m.blocks is not None]
         scales += [x for x in plain if not x.dim()]
     if scales:
-        found.steady[SCALES] = nbytes(scales)
-    return found
+        count.steady[SCALES] = nbytes(scales)
+    return count
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -100,9 +100,9 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
 
 def _states(optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
     """Return the tensors of the optimizers' states by name."""
-    found: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for state in (state for o in optimizers for state in o.state.values()):
         for name, x in state.items():
             if isinstance(x, Tensor):
-                found.setdefault(name, []).append(x)
-    return found
+                by_name.setdefault(name, []).append(x)
+    return by_name

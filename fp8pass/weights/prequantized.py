@@ -37,11 +37,11 @@ class PrequantizedInput:
         # the address, too: `p.data = x` does not count up the version. Inference tensors have no version counter, so
         # their changes go unseen: they are quantized at each call
         made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
-        known = state.derived.get(self)
-        if known is None or known[0] != made_of or weight.is_inference():
+        kept = state.derived.get(self)
+        if kept is None or kept[0] != made_of or weight.is_inference():
             with torch.inference_mode(False), torch.no_grad():
                 x_q = scaling.quantize(weight.clone(), state.tensors.scale[self.slot], scaling.E4M3)
                 # on Hopper and Ada, cuBLASLt takes FP8 operands only with the summed dimension contiguous (TN)
-                known = state.derived[self] = made_of, x_q.t().contiguous().t() if self.by_columns else x_q
-        weight_q: Tensor = known[1]
+                kept = state.derived[self] = made_of, x_q.t().contiguous().t() if self.by_columns else x_q
+        weight_q: Tensor = kept[1]
         return weight_q

@@ -76,10 +76,10 @@ def _has_any(optimizer: Optimizer, ids: Set[int]) -> bool:
 
 def _seeds_of(optimizer: Optimizer) -> dict[int, int]:
     """Return the numbers of parameters, in the order of the optimizer's groups, and of the tensors of their states."""
-    found: dict[int, int] = {}
+    seeds: dict[int, int] = {}
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        found[id(p)] = 16 * i
+        seeds[id(p)] = 16 * i  # leaves 15 numbers for the tensors of its state
         state = optimizer.state.get(p, {})
         tensors = [x for _, x in sorted(state.items()) if isinstance(x, Tensor)]
-        found |= {id(x): 16 * i + 1 + k for k, x in enumerate(tensors)}
-    return found
+        seeds |= {id(x): 16 * i + 1 + k for k, x in enumerate(tensors)}
+    return seeds

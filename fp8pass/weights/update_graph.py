@@ -74,7 +74,7 @@ class _CachedPlan:
 
 
 class UpdateGraph:
-    """An update, as a callable for Dynamo. refs: the places of the tensors that it writes.
+    """An update, as a callable for Dynamo. refs: the tensors that it writes, by position or attribute.
 
     skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. rounds: True if
     bfloat16 tensors are rounded stochastically. predicts: True if amaxes of weights may be predicted, since only
@@ -105,7 +105,7 @@ class UpdateGraph:
         attributes = [m for m in self._moments if isinstance(m.ref, str)]
         self._plain = [m for m in attributes if moment_of(self._tensor(m.ref)) is None]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
-        """{id of a moment that the optimizer has as a plain tensor: (that tensor, the FP8 moment of this rank's part)}.
+        """{id of a moment that the optimizer has as a plain tensor: (that tensor, this rank's moment in FP8)}.
 
         Holds the tensor, so that no other tensor gets its id.
         """
@@ -138,7 +138,7 @@ class UpdateGraph:
         stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
         call = self._call(plan, stored)
         result = plan.compiled.run(*args, *[x.value(call) for x in plan.compiled.inputs])
-        for weight in plan.weights:
+        for weight in plan.weights:  # after the update: the copies are of the versions that it leaves
             weight.written()
         return result
 
@@ -152,6 +152,7 @@ class UpdateGraph:
         return [n for n in self._module.graph.nodes if n.op == "placeholder"][ref].meta["example_value"]
 
     def _plan(self, args: Sequence[Any]) -> _Plan:
+        # attributes of the graph are not in the key: they are the same tensors in each call
         key = newest(), *(id(args[p]) for p in self._places if isinstance(p, int))
         with self._lock:
             kept = self._plans.get(key)
@@ -259,17 +260,17 @@ class UpdateGraph:
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
         """Return the moments that are stored in FP8: all except moments of zeros, before their first update.
 
-        Of a DTensor, this rank decides by its own part. The update has the same collectives either way.
+        For a DTensor, each rank decides by its own shard: the update has the same collectives either way.
         """
-        found: dict[Moment, Fp8Moment] = {}
+        moments: dict[Moment, Fp8Moment] = {}
         for m in self._moments:
             x = self._tensor(m.ref, args)
             moment = moment_of(x)
             if moment is None and id(x) not in self._stored and _has_values(part_of(x)):
                 self._store(m, x)
             if moment is not None or id(x) in self._stored:
-                found[m] = self._stored[id(x)][1] if moment is None else moment
-        return found
+                moments[m] = self._stored[id(x)][1] if moment is None else moment
+        return moments
 
     def _store(self, m: Moment, x: Tensor) -> None:
         self._stored[id(x)] = x, Fp8Moment.of(m.stored_as, part_of(x), self._numbers.seed(x))
@@ -306,7 +307,7 @@ class UpdateGraph:
 
         Waits for the device. 0 if no amax is predicted.
         """
-        bounds = [b.tensor for of in self._bounds.values() for b in of.values()]
+        bounds = [b.tensor for by_slots in self._bounds.values() for b in by_slots.values()]
         return max((float(x[2].max()) for x in bounds), default=0.0)
 
     def _bounds_of(self, weights: Sequence[WeightCopy], key: UpdateKey) -> dict[int, Bounds]:
@@ -316,7 +317,7 @@ class UpdateGraph:
             for w, write in zip(weights, key.writes, strict=True):
                 if write.predicted:
                     predicted.setdefault(write.slots, []).append(w)
-            self._bounds[key] = {i: Bounds(of) for i, of in predicted.items()}
+            self._bounds[key] = {i: Bounds(of_slots) for i, of_slots in predicted.items()}
         return self._bounds[key]
 
 
@@ -336,9 +337,9 @@ def _retired(*_: Any) -> Any:
 
 
 def _shared_over(state: InstanceState, weights: Sequence[WeightCopy]) -> str:
-    """Return the name of the group whose ranks share the amaxes of a state's weights; "" if no weight is divided."""
-    mine = (w for w in weights if isinstance(w, DelayedWeight) and w.state is state)
-    if state.reduces is None or not any(w.is_divided for w in mine):
+    """Return the name of the group whose ranks share the amaxes of a state's weights; "" if no weight is sharded."""
+    of_state = (w for w in weights if isinstance(w, DelayedWeight) and w.state is state)
+    if state.reduces is None or not any(w.is_divided for w in of_state):
         return ""
     group = state.reduces.process_group()
     return "" if group is None else str(group.group_name)

@@ -63,7 +63,7 @@ class Bounds:
         weights = [w for ref in self._weights if (w := ref()) is not None]
         bounds = [bound_of_parts(w.parts) if w.is_of_now() else UNKNOWN for w in weights]
         now = [[b.grows for b in bounds], [b.moves for b in bounds]]
-        if now != self._now:
+        if now != self._now:  # a copy to the device synchronizes: only where a learning rate, for example, has changed
             self._now = now
             self.tensor[:2].copy_(torch.tensor(now))
         return self.tensor

@@ -13,14 +13,14 @@ from fp8pass.quant.sharded import Division
 from fp8pass.recipes import DelayedScaling
 
 TensorRef = int | str
-"""The place of a tensor in a Dynamo graph: the position of an input, or the name of an attribute."""
+"""A tensor of a Dynamo graph: the position of an input, or the name of an attribute."""
 
 
 @dataclass(frozen=True)
 class WeightWrite:
     """A weight's FP8 copy that the update writes.
 
-    parts: the places of its parameters in the graph, None for a parameter that the graph does not write. stored: "x_q",
+    parts: its parameters in the graph, None for a parameter that the graph does not write. stored: "x_q",
     "x_t" or both, see `Fp8Weight`. by_itself: how it is quantized if its scale does not depend on earlier steps. If it
     does, slots: the index in `UpdateKey.weight_slots` of those that hold its scale; index: its index among their W
     weights; predicted: True if the scale is computed from a bound of what the update makes of the weight: see
@@ -39,8 +39,8 @@ class WeightWrite:
 class WeightSlots:
     """The slots of the weights in one instance state: see `SlotTensors`. first: F; count: W.
 
-    over: the name of the group whose ranks will share the amaxes of this step, if a weight is divided among ranks, so
-    that its amax is another one on each; "" otherwise.
+    over: the name of the group whose ranks will share the amaxes of this step, if a weight is sharded, so that each
+    rank measures the amax of its own shard; "" otherwise.
     """
 
     recipe: DelayedScaling
@@ -58,7 +58,7 @@ class WeightSlots:
 class Moment:
     """An optimizer moment stored in FP8. dtype: the dtype in which the update computes with it.
 
-    division: how it is divided, if ranks have parts of it.
+    division: how it is sharded; None if it is not.
     """
 
     ref: TensorRef

@@ -58,13 +58,13 @@ def predict(optimizers: Sequence[Optimizer], max_grad: float | None) -> list[str
     reasons = []
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
-            found = bound_of(optimizer, group, torch.float32, max_grad)
-            if isinstance(found, str):
-                reasons.append(found)
+            bound = bound_of(optimizer, group, torch.float32, max_grad)
+            if isinstance(bound, str):
+                reasons.append(bound)
                 continue
             whole = [p for p in group["params"] if not groups_of(p)]
             if len(whole) < len(group["params"]):
-                reasons.append("each rank knows the amax of its part of a weight that is divided among ranks")
+                reasons.append("each rank knows only the amax of its own shard of a sharded weight")
             for p in whole:
                 _sources[p] = _Source(weakref.ref(optimizer), i, max_grad)
     return list(dict.fromkeys(reasons))
@@ -86,8 +86,8 @@ def _bound_of_part(p: Tensor) -> Bound:
     optimizer = source.optimizer()
     if optimizer is None:
         return UNKNOWN
-    found = bound_of(optimizer, optimizer.param_groups[source.group], p.dtype, source.max_grad)
-    return UNKNOWN if isinstance(found, str) else found
+    bound = bound_of(optimizer, optimizer.param_groups[source.group], p.dtype, source.max_grad)
+    return UNKNOWN if isinstance(bound, str) else bound
 
 
 def bound_of(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, max_grad: float | None) -> Bound | str:
@@ -103,6 +103,7 @@ def bound_of(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype,
     if dtype not in _ROUNDING:
         return f"{name} updates weights in {dtype}"
     more = 1 + _ROUNDING[dtype]
+    # exact types: a subclass may compute another update
     if type(optimizer) in (Adam, AdamW):
         beta1, beta2 = map(float, group["betas"])
         if beta1**2 >= beta2:

@@ -63,7 +63,7 @@ class CachedWeight:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The tensors of an `WeightCopy` that are inputs: also its scales, if these are not an input for all slots."""
+        """The tensors of a `WeightCopy` that are inputs: also its scales, if these are not an input for all slots."""
         return self.stored if self.slot >= 0 else ("scales", *self.stored)
 
     def parts(self, call: Call) -> list[Tensor]:
@@ -84,7 +84,7 @@ class CachedWeightInput:
     held: Held
 
     def example(self, call: Call) -> Tensor:
-        """Return an empty tensor like that of an `WeightCopy` of these parameters."""
+        """Return an empty tensor like that of a `WeightCopy` of these parameters."""
         parts = self.weight.parts(call)
         local = list(map(part_of, parts))
         rows, columns = sum(p.shape[0] for p in local), local[0].shape[1]
@@ -110,7 +110,7 @@ class CachedWeightInput:
             begins = begins and not state.holds(c.slot)
         else:
             weight = _by_itself(c, parts, call.states, self.held)
-        if begins:
+        if begins:  # before the question whether the copy is fresh, which depends on the step
             weight.begin_step()
         if not weight.is_fresh():
             weight.requantize(begins)
@@ -122,27 +122,27 @@ def _with_slot(c: CachedWeight, parts: Sequence[Tensor], state: InstanceState) -
     weight: DelayedWeight | None = state.derived.get(c)
     if weight is None:
         key = (state.keys[c.slot], *map(id, parts))
-        known = _known(key, parts)
-        weight = known if isinstance(known, DelayedWeight) else DelayedWeight(parts, c.stored, state, index)
+        shared = _shared(key, parts)
+        weight = shared if isinstance(shared, DelayedWeight) else DelayedWeight(parts, c.stored, state, index)
         state.derived[c] = _kept(key, weight, c)
     weight.use_in(state, index)
     return weight
 
 
 def _by_itself(c: CachedWeight, parts: Sequence[Tensor], states: Sequence[InstanceState], held: Held) -> WeightByItself:
-    place = (c, *map(id, parts))
-    weight = held.get(place)
+    held_key = (c, *map(id, parts))
+    weight = held.get(held_key)
     if weight is None or not weight.is_of(parts):
         quantizer, scales = c.by_itself, _scales_of(c, parts, states)
         assert quantizer is not None
         # a static scale belongs to the key: other instances may have other ones
         fixed = () if isinstance(quantizer, ops.Dynamic | ops.Rowwise) else tuple(scales[0].tolist())
         key = (quantizer, fixed, *map(id, parts))
-        known = _known(key, parts)
-        weight = known if isinstance(known, WeightByItself) else WeightByItself(parts, c.stored, quantizer, scales)
+        shared = _shared(key, parts)
+        weight = shared if isinstance(shared, WeightByItself) else WeightByItself(parts, c.stored, quantizer, scales)
         for gone in [key for key, other in held.items() if other.is_gone]:
             del held[gone]
-        held[place] = _kept(key, weight, c)
+        held[held_key] = _kept(key, weight, c)
     return weight
 
 
@@ -163,7 +163,8 @@ def _shape_of_scale_inv(c: CachedWeight, parts: Sequence[Tensor]) -> list[int]:
     return [1 if dim in c.by_itself.dims else n for dim, n in enumerate(shape)]
 
 
-def _known(key: Hashable, parts: Sequence[Tensor]) -> WeightCopy | None:
+def _shared(key: Hashable, parts: Sequence[Tensor]) -> WeightCopy | None:
+    """Return the copy that graphs share under a key; None if there is none, or if it is of freed parameters."""
     weight = _weights.get(key)
     return weight if weight is not None and weight.is_of(parts) else None
 

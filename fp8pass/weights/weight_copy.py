@@ -24,7 +24,7 @@ from fp8pass.weights.weight_bounds import predicts
 class WeightCopy(ABC):
     """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
-    Of a weight that is divided among ranks, each rank copies its part, f[N, K], with a scale that all ranks share.
+    If the weight is sharded, each rank copies its own shard, f[N, K], with a scale that all ranks share.
     stored: the names of the tensors that the copy consists of: "x_q", "x_t" or both. x_q: f8[N, K]. x_t: f8[K, N]. None
     if it is not stored.
     """
@@ -67,7 +67,7 @@ class WeightCopy(ABC):
 
     @property
     def is_divided(self) -> bool:
-        """True if other ranks have other parts of the weight."""
+        """True if the weight is sharded: other ranks have other parts of it."""
         return any(map(groups_of, self.parts))
 
     @property
@@ -104,9 +104,9 @@ class WeightCopy(ABC):
             for name in new:
                 shape = (rows, first.shape[1]) if name == "x_q" else (first.shape[1], rows)
                 setattr(self, name, torch.empty(shape, dtype=scaling.E4M3, device=first.device))
-        places = [(sum(self._rows[:i]), n) for i, n in enumerate(self._rows)]
-        self.copies = [] if self.x_q is None else [self.x_q.narrow(0, *place) for place in places]
-        self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *place) for place in places]
+        spans = [(sum(self._rows[:i]), n) for i, n in enumerate(self._rows)]
+        self.copies = [] if self.x_q is None else [self.x_q.narrow(0, *span) for span in spans]
+        self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *span) for span in spans]
         if new:
             self.invalidate()
         return bool(new)
@@ -231,7 +231,7 @@ class DelayedWeight(WeightCopy):
 
     @property
     def knows_next_scale(self) -> bool:
-        """False for a divided weight whose ranks share amaxes once in several steps: till then each has others."""
+        """False for a sharded weight whose ranks share amaxes once in several steps: until then their scales differ."""
         reduces = self.state.reduces
         return not self.is_divided or reduces is None or reduces.interval == 1
 
@@ -255,7 +255,7 @@ class DelayedWeight(WeightCopy):
     def written(self) -> None:
         """Note that a compiled update has written the copy; it stays stale if its slot had no scale yet."""
         has_scale = self.state.has_scale(self.state.table.n_forward + self.index)
-        super().written()
+        super().written()  # which calls `_made`
         self._steps_stale = -1  # 0 from the beginning of the next step on, whose scale the copy has
         if not has_scale and not self.is_predicted:
             self.invalidate()
@@ -274,8 +274,8 @@ class DelayedWeight(WeightCopy):
             scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
             groups = dict.fromkeys(group for p in self.parts for group in groups_of(p))
-            own = scale_of(recipe, amax_over(amax, tuple(groups)), scaling.fp8_max(scaling.E4M3))
-            scales = torch.where((scales == 0) | self.is_predicted, own, scales)
+            scale_now = scale_of(recipe, amax_over(amax, tuple(groups)), scaling.fp8_max(scaling.E4M3))
+            scales = torch.where((scales == 0) | self.is_predicted, scale_now, scales)
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]
             ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)

@@ -46,8 +46,9 @@ class Notes:
         """Note the weights among the arguments of a call, unless the latest note of them is this graph's."""
         if not self._weights:
             return
-        known = self._noted.get(args[self._weights[0].positions[0]])
-        if known is not None and known.graph is self:
+        # the first weight stands for all: each call of a graph notes all of its weights
+        latest = self._noted.get(args[self._weights[0].positions[0]])
+        if latest is not None and latest.graph is self:
             return
         for use in self._weights:
             parts = [args[i] for i in use.positions]

@@ -145,8 +145,8 @@ FAULTS = (
     ),
     Fault(
         "FLOPs of unknown sizes",
-        "return int(found) if found.is_number else 0",
-        "return int(found) if found.is_number else 1",
+        "return int(value) if value.is_number else 0",
+        "return int(value) if value.is_number else 1",
         "A report counts matmuls whose sizes depend on data as one FLOP, and has a share of FLOPs that nobody knows.",
     ),
     Fault(
