@@ -17,7 +17,7 @@ from fp8pass.compiler.compiled_graph import CompiledGraph
 from fp8pass.compiler.ddp_cuts import configured, cut_at_layers
 from fp8pass.compiler.dynamo_passes import split_for_all_phases
 from fp8pass.compiler.faults import left_out
-from fp8pass.compiler.first_step import FirstStep, judged, tell
+from fp8pass.compiler.first_step import FirstStep, checked, tell
 from fp8pass.compiler.graph_compiler import GraphCompiler
 from fp8pass.compiler.retry import take_note_of_graph, watch_compilations
 from fp8pass.options import overrides
@@ -70,9 +70,9 @@ def _watched(function: Callable[..., Any], compiled: Callable[..., Any], options
     first = FirstStep(function, compiled, functools.partial(make_config, **options), compile_graph)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if first.calls is not None or (not first.is_judged and torch.is_grad_enabled()):
+        if first.calls is not None or (not first.is_checked and torch.is_grad_enabled()):
             return first.call(*args, **kwargs)
-        if judged:  # by the last step, which no eager optimizer has ended
+        if checked:  # by the last step, which no eager optimizer has ended
             tell()
         return compiled(*args, **kwargs)
 
@@ -88,7 +88,7 @@ def _prepare() -> None:
     registry.on_new += [goes_along_with_model, fill]
 
 
-# Here, because a backend is told nothing between its lookup, which imports this file, and what torch.compile returns
+# at import: torch calls no function of a backend between its lookup, which imports this file, and the first graph
 _prepare()
 
 

@@ -106,6 +106,7 @@ class _Hook:
         self.exchange = exchange
         if device.type == "cpu":
             ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
+            # local synchronization: ranks outside of `group` need not take part
             group = dist.new_group(ranks, timeout, use_local_synchronization=True)
             self.run: Callable[..., Any] = ThreadPoolExecutor(1, "fp8pass gradients").submit
         else:
@@ -136,6 +137,7 @@ class _Hook:
     def _exchange(self, x: Tensor, index: int) -> None:
         ranks = self.groups.whole.size()
         count = -(-len(x) // ranks)
+        # equal parts for all ranks: the zeros at the end raise no amax
         parts = F.pad(x, (0, ranks * count - len(x))).view(ranks, count)
         mean = self.exchange.reduce_scatter(parts, self.groups, index) / ranks
         x.copy_(self.exchange.all_gather(mean, self.groups).flatten()[: len(x)])

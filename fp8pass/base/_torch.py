@@ -557,7 +557,7 @@ def _flattened(mesh: DeviceMesh, _world: Any) -> dist.ProcessGroup:
 
 
 def trace_again(reason: str) -> NoReturn:
-    """Make Dynamo trace the frame that it compiles anew. To be called by a backend, which has changed what it reads."""
+    """Make Dynamo trace the current frame again. To be called by a backend that has changed what the frame reads."""
     # of the exceptions that restart Dynamo, the one that it does not take for a backend's failure
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
 
@@ -674,8 +674,8 @@ def instead_of_compiled(
     function: the user's. compiled: what `torch.compile` would return. options: keyword arguments of the backend. For a
     module, the function is what calls it. Dynamo traces `function` where code that it traces calls the result.
     """
-    # `backend_ctx_ctor`, Dynamo's own way, gets neither the function nor through torch.compile's wrapper of a backend,
-    # and a dispatch mode that it leaves stays in force: Dynamo restores the dispatch keys from before.
+    # Dynamo's own hook, `backend_ctx_ctor`, does not get the function, is lost in torch.compile's wrapper of a backend,
+    # and can't leave a dispatch mode: Dynamo restores the dispatch keys from before.
     compile_function = OptimizeContext.__call__
 
     def compile_and_replace(self: OptimizeContext, fn: Any) -> Any:

@@ -187,7 +187,7 @@ class CompiledGraph:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
         if self._first_is_fake:
             self._first_is_fake = False
-            (first,) = self._compilations.values()
+            (first,) = self._compilations.values()  # DDPOptimizer calls right after it has compiled
             return first.run(*first.annotation.examples(args))
         # a graph without state is not classified until some thread enters an `autocast`: all its calls are `USUAL`
         compilation, call = self._usual, None
@@ -306,6 +306,7 @@ class CompiledGraph:
         row = _TABLE[call.kind]
         row.roll(self, call)
         call.run = run = row.code(self, compilation, call)
+        # only now: `roll` may have replaced `call.slots`, which the inputs read
         args = _with_held_scale_states(annotation, call) if call.repeats else call.args
         result = run(*args, *[x.value(call) for x in annotation.inputs])
         return row.record(self, compilation, call, result)
@@ -340,6 +341,7 @@ class CompiledGraph:
             if not state.table.remembers:
                 continue
             state.begin_repeated()
+            # `again` has buffers for amaxes, so that those of the repetition are not merged a second time
             t, again = state.tensors, state.for_repetition()
             for keys, then in forward.scales if forward else ():
                 state.copy_slots(keys, then, again.scale)
@@ -382,6 +384,7 @@ class CompiledGraph:
         return compilation.annotation.bootstrapped.run if eager else compilation.run
 
     def _for_shapes(self, compilation: Compilation, call: _GraphCall) -> Run:
+        # the state is not marked as cold: this call belongs to no step
         states = [s for s in call.states if s.table.remembers]
         cold = any(not s.warm and bool((s.tensors.scale == 0).any()) for s in states)
         return compilation.annotation.bootstrapped.run if cold else compilation.run

@@ -57,6 +57,7 @@ def lower_eager(
         return forward(graph_module, inputs) if later is None else later.lower(graph_module, boxed, op_by_op)
 
     def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
+        # without gradients nothing is partitioned: the joint passes run over the forward alone
         rewrite_all(graph_module, joint_passes)
         return forward(graph_module, fake_inputs)
 

@@ -49,7 +49,7 @@ Compile = Callable[[Attempt, Dump], T]
 
 @dataclass(frozen=True)
 class Failure:
-    """A fault: its attempt, its place, and the dump that reproduces it, None if no dump was written."""
+    """A fault: its attempt, the part that failed, and the dump that reproduces it, None if no dump was written."""
 
     attempt: Attempt
     place: str
@@ -130,7 +130,7 @@ def _outcome(failure: Failure, after: Attempt) -> str:
 
 @contextlib.contextmanager
 def lowering_functions() -> Iterator[None]:
-    """Raise errors whose place is LOWERING, in this context, as a `Fault` at FUNCTIONS."""
+    """Raise faults at LOWERING in this context as a `Fault` at FUNCTIONS."""
     try:
         yield
     except Exception as error:
@@ -261,6 +261,7 @@ def _agree(failures: list[Failure], config: Config) -> None:
     group = Reduction(config.amax_group).process_group()
     if group is None or dist.get_backend(group) == "fake":  # one process stands for all ranks
         return
+    # only for the timeout: the exchange goes through the store, whatever the device
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     places = [[f.place, f.graph.partition(", ")[2]] for f in failures]  # ranks may number graphs differently
     try:
@@ -339,7 +340,7 @@ class Later:
             tell(failure, f"its backward was compiled again without {place}")
             attempt, module = attempt.after(place, ""), _copy(spare)
         if not self.has_run:
-            raise failed  # `fall_back` then compiles the whole graph in another way
+            raise failed  # `fall_back` then compiles the whole graph with another attempt
         self._fall_back(failed)
         return op_by_op(spare)
 
@@ -356,6 +357,7 @@ class Later:
     def _fall_back(self, failed: Exception) -> None:
         """Compile the whole graph as torch does, for all later calls; with an amax group, keep the graph in FP8."""
         failure = self._failure(failed)
+        # with its backward: later calls run it outside of `fall_back`
         plain = self._early(Attempt("plain"), self._dump_of(self._config, "again"))
         if Reduction(self._config.amax_group).process_group() is None:
             self._exchange(plain)

@@ -1,4 +1,4 @@
-"""Check the first training step of what `torch.compile` returns: say if next to nothing runs in FP8, and why.
+"""Check the first training step of what `torch.compile` returns: warn if next to nothing runs in FP8, and say why.
 
 Dynamo calls no backend for functions that it skips, and what a backend declines is only in its report. So the first
 call that trains is watched. Layers of torch that it ran op by op are compiled one by one from the next call on, which
@@ -31,7 +31,7 @@ from fp8pass.report.report import Report, are_judged, collect
 
 Compile = Callable[[fx.GraphModule, Sequence[Any], Config], Callable[..., Any]]
 
-NOT_JUDGED = ("recipe", "filter", "high precision", "not float8", "bisect", "internal")
+NOT_COUNTED = ("recipe", "filter", "high precision", "not float8", "bisect", "internal")
 """The rules of matmuls that the user leaves out ("not float8" under the recipe None), or that a fault has reported."""
 REMEDIES = {
     "outside": "change what breaks the graph, or move it out of the function that multiplies; train_step compiles more",
@@ -43,7 +43,7 @@ REMEDIES = {
 OTHER_REMEDY = "see docs/limits.md, 'Declined, by rule'"
 MOST_RULES = 3
 
-judged: list[tuple[str, Report]] = []
+checked: list[tuple[str, Report]] = []
 """The functions that the current step has called, and their reports, until `tell`."""
 
 
@@ -61,7 +61,7 @@ class FirstStep:
         config: Callable[[], Config],
         compile_graph: Compile,
     ) -> None:
-        self.is_judged = False
+        self.is_checked = False
         self.calls: ModuleCalls | None = None
         """Compiles layers one by one; None where Dynamo compiles them all."""
         self._function = function
@@ -75,15 +75,15 @@ class FirstStep:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and check the call if it is the first one that trains."""
         if are_judged():  # within the call of another function, which this one's matmuls count for
-            self.is_judged = True
+            self.is_checked = True
         with self._modules_compiled():
-            if self.is_judged or not _may_train():
+            if self.is_checked or not _may_train():
                 return self._compiled(*args, **kwargs)
             outside = Outside([] if self._model is None else [self._model])
             try:
                 with collect(judges=True) as report, outside.watching():
                     result = self._compiled(*args, **kwargs)
-                self._judge(report, outside)
+                self._check(report, outside)
             finally:
                 outside.forget()
         return result
@@ -107,7 +107,7 @@ class FirstStep:
         finally:
             calls.is_on = before
 
-    def _judge(self, report: Report, outside: Outside) -> None:
+    def _check(self, report: Report, outside: Outside) -> None:
         setting, options = current_setting(), self._config()
         config = options if setting is None else setting.applied(options)
         self._report.add(report)
@@ -119,8 +119,8 @@ class FirstStep:
         if config.strict:
             raise_if_missed(gemms)
         self._report.add(Report(gemms))
-        self.is_judged = True
-        judged.append((_described(self._model, self._function), self._report))
+        self.is_checked = True
+        checked.append((_described(self._model, self._function), self._report))
         before_eager_optimizers(_before_optimizer)
 
     def _compiling(self, layers: dict[nn.Module, nn.Module], config: Config) -> ModuleCalls:
@@ -158,17 +158,17 @@ def _described(model: nn.Module | None, function: Callable[..., Any]) -> str:
 
 
 def _before_optimizer(_: torch.optim.Optimizer) -> None:
-    if judged:
+    if checked:
         tell()
 
 
 def tell() -> None:
-    """Warn if the functions in `judged`, together, have no matmul in FP8 or most of their FLOPs outside of graphs."""
-    report, names = Report(), dict.fromkeys(name for name, _ in judged)
-    for _, each in judged:
+    """Warn if the functions in `checked`, together, have no matmul in FP8 or most of their FLOPs outside of graphs."""
+    report, names = Report(), dict.fromkeys(name for name, _ in checked)
+    for _, each in checked:
         report.add(each)
-    judged.clear()  # before the warning, which the user's filters may turn into an error
-    wanted = [g for g in report.matmuls if g.rule not in NOT_JUDGED and not _pays_elsewhere(g)]
+    checked.clear()  # before the warning, which the user's filters may turn into an error
+    wanted = [g for g in report.matmuls if g.rule not in NOT_COUNTED and not _pays_elsewhere(g)]
     trains = any(g.kind != "output" for g in wanted)  # each graph tells by itself where nothing trains
     has_verdicts = all(timing.passes for timing in report.timings)  # graphs from torch's caches have none
     if not (trains and has_verdicts):

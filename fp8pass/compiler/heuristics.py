@@ -64,7 +64,7 @@ _MORE_TILES: dict[str, tuple[CandidateTile, ...]] = {
     "columns": (CandidateTile(64, 32, 8), CandidateTile(64, 64, 8, stages=2), CandidateTile(32, 64, 8, stages=3)),
     "rows": (CandidateTile(32, 128, 8), CandidateTile(16, 128, 8, stages=2), CandidateTile(32, 128, 8, stages=3)),
 }
-"""Tiles that `max-autotune` times besides. X = 16 makes 512 programs of 8192 rows instead of 256, and stores half a
+"""Tiles that `max-autotune` times, too. X = 16 makes 512 programs of 8192 rows instead of 256, and stores half a
 sector across. On sm_89 and sm_120, some take more shared memory than there is; Inductor leaves these out."""
 
 

@@ -124,6 +124,7 @@ class JointPasses(CustomGraphPass):
 def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[JointContext]]:
     if attempt.form == "plain":
         return []
+    # where nothing runs in FP8, only passes that give verdicts, or that what runs needs: see `REQUIRED`
     only_listed = is_update or attempt.form == "declined"
     left = set() if attempt.runs(KeepStrides.name) else {ReadCopies.name}  # whose changes need it
     return [
@@ -171,8 +172,9 @@ def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
     of that graph.
     """
     reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
-    is_judged = are_judged() and any(gemm.kind != "output" for gemm in report.gemms)  # a graph that trains
-    if reasons and report.graphs and not report.rewritten and not overrides.current() and not is_judged:
+    trains = any(gemm.kind != "output" for gemm in report.gemms)
+    is_checked_later = are_judged() and trains  # by `first_step.py`, with the other graphs of the step
+    if reasons and report.graphs and not report.rewritten and not overrides.current() and not is_checked_later:
         warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
             "print(fp8pass.explain(model, *inputs)) has all reasons"

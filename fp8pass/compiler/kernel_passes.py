@@ -62,7 +62,7 @@ class KernelPasses(CustomGraphPass):
         todo = [p for p in order.KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
         if draws:  # show what a GPU would run
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
-        times = time_on_gpu.autotunes() and not is_pretended()
+        times = time_on_gpu.autotunes() and not is_pretended()  # a pretended GPU runs nothing
         context = KernelsContext(self.config, seconds_of=self._seconds if times else None)
         with ONE_AT_A_TIME, self.timing.counting("passes"):
             run_all(todo, graph, context, self.dump, f"{part}{number}", verifier(graph, context))

@@ -1,4 +1,4 @@
-"""Compile a part of a graph by Inductor, and time it on the GPU, to choose between two ways to compute it."""
+"""Compile a part of a graph by Inductor, and time it on the GPU, to choose between two implementations."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRe
     predicts = config.weight_amax == "predicted" and written_only_by_optimizers(module)
     graph = UpdateGraph(module, refs, skips, moments, bool(rounded), predicts, compile_for, falling_back)
     examples = real_inputs(module)
-    # compile now, not in the first call: torch may raise TensorifyScalarRestartAnalysis, for Dynamo to trace anew
+    # compile now, not in the first call: torch may raise TensorifyScalarRestartAnalysis, so that Dynamo traces again
     if examples is not None:
         graph.compile(examples)
     return graph

@@ -51,6 +51,7 @@ def find_verdicts(
             Partition(seen=joint_passes.partitioned)(joint, joint_inputs, **kwargs)
         raise _Known
 
+    # `inference` as the forward's compiler, too: it is never called, because `partition` raises before
     with suppress(_Known):
         through_aot(inference, None, inference, partition)(module, inputs)
     return _not_compiled

@@ -72,6 +72,7 @@ def _on_gpu(device: torch.device) -> Timer:
         begun, group = time.perf_counter(), 4
         while (passed := time.perf_counter() - begun) < seconds or not times:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            # several calls between two events, so that the events themselves count for less
             start.record()
             for _ in range(group):
                 call()

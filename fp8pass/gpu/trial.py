@@ -157,7 +157,7 @@ def _compared(got: Tensor, exact: Tensor, limits: torch.finfo) -> str:
     """Return what is wrong with a result, beyond the rounding of its dtype; "" if nothing."""
     wanted = exact.clamp(limits.min, limits.max)
     error = (got - wanted).abs()
-    # NaN is larger than any bound; of.eps is twice the largest relative error of rounding to nearest
+    # `~(<=)` finds NaN, too; `eps` is twice the largest relative error of rounding to nearest
     wrong = ~(error <= wanted.abs() * limits.eps)
     if not wrong.any():
         return ""
@@ -175,7 +175,7 @@ def main(device: str, answers: str, kinds: list[str], tries: Callable[[Case, tor
             file.write(json.dumps(what) + "\n")
             file.flush()  # this process may die in the next case
 
-        tell("began", torch.__version__)
+        tell("began", torch.__version__)  # `tried.py` waits for the file, and skips this line
         for kind in kinds:
             for case in cases(kind):
                 tell(kind, str(case), case.needed)

@@ -33,7 +33,7 @@ class Tried:
 def try_kinds(kinds: Sequence[str], device: str, seconds: float = SECONDS, script: str | None = None) -> list[Tried]:
     """Try all cases of these kinds of scales. Raises OSError or RuntimeError where no child can start.
 
-    A child that dies, or hangs, tells by its last line what it tried; another one tries the kinds after that.
+    The last line of a child that dies, or hangs, says what it tried; another one tries the kinds after that.
     """
     end, results, left = time.monotonic() + seconds, list[Tried](), list(kinds)
     while left and time.monotonic() < end:

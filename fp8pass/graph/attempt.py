@@ -1,4 +1,4 @@
-"""`Attempt`: the way in which a graph is compiled, first with all passes, and after a fault without some of them."""
+"""`Attempt`: how a graph is compiled, first with all passes, and after a fault without some of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Form = Literal["fp8", "declined", "plain"]
 NEEDED = ("annotate", "list_matmuls", "scaled_mm")
 """Passes without which no matmul that the recipe selects runs in FP8."""
 LOWERING = "lowering"
-"""The place of a fault whose pass is not known: AOTAutograd or Inductor fails on the graph of fp8pass."""
+"""Stands for the pass in a fault whose pass is not known: AOTAutograd or Inductor fails on the graph of fp8pass."""
 FUNCTIONS = "functions"
-"""The place of such a fault if the graph is cut into functions, see `lowering_functions`."""
+"""Stands for the pass in such a fault if the graph is cut into functions, see `lowering_functions`."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The way in which a graph is compiled. without: passes to leave out. reason: why its matmuls are declined."""
+    """How a graph is compiled. without: passes to leave out. reason: why its matmuls are declined."""
 
     form: Form = "fp8"
     without: frozenset[str] = frozenset()

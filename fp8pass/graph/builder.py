@@ -109,7 +109,7 @@ class Builder:
         self.region: fx.Node | None = None
         """The node whose region of checkpointing new nodes join, if it is not the node after them."""
         self.like: fx.Node | None = None
-        """The node whose place in the user's code new nodes have, if it is not that of the node after them."""
+        """The node whose source line new nodes have, if it is not that of the node after them."""
         self.mode = fake_mode_of(graph)
 
     def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:

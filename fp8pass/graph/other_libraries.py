@@ -81,7 +81,7 @@ def has_strides(x: Tensor, strides: Sequence[Any]) -> bool:
     """Return whether `x` has these strides for all sizes of this compilation, but for dimensions with one element."""
     if x.dim() != len(strides):
         return False
-    long = [d for d in range(x.dim()) if not _is_one(x.shape[d])]
+    long = [d for d in range(x.dim()) if not _is_one(x.shape[d])]  # the stride of a single element has no meaning
     return alike([x.stride(d) for d in long], [strides[d] for d in long])
 
 

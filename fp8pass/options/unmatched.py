@@ -121,6 +121,7 @@ def check_compiled(config: Config, graph: fx.Graph, models_checked: bool = False
     missing = [pattern for pattern in patterns if not pattern.is_in(here)]
     if not modules or not missing:
         return
+    # in a function of several modules, only a method's `self` can be the root
     root_module = modules[0][1] if len(modules) == 1 else dict(modules).get("self")
     holders = _holders(root_module) if root_module is not None else []
     other = {name for prefix, m in modules for path in ("", prefix) for name in _named(path, m)}
@@ -168,7 +169,7 @@ def scope_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 def names_of(module: nn.Module) -> set[str]:
     """Return the names in graphs of the modules, parameters and matmuls of a module."""
-    # With duplicates, because a module that is held twice has a name for each place.
+    # with duplicates, because a module that two others contain has two names
     paths = {without_wrappers(name) for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     parameters = {without_wrappers(name).removesuffix(".weight") for name, _ in tensors}

@@ -247,7 +247,7 @@ class Reducer:
             for x, n in zip(parts, sizes, strict=True)
         ]
         vector = torch.empty(HEADER + sum(sizes), dtype=torch.int32, device=self._device)
-        values = torch.cat(amaxes) if amaxes else torch.empty(0, device=self._device)
+        values = torch.cat(amaxes) if amaxes else torch.empty(0, device=self._device)  # `cat` takes no empty list
         # abs: a NaN with its sign bit set would be a negative int32, below all amaxes
         vector[HEADER:].view(torch.float32).copy_(torch.where(values < 0, values, values.abs()))
         vector[:HEADER].copy_(self._header(changed))
@@ -324,7 +324,7 @@ class Reducer:
         self._agreed = kept + [
             _PartOfVector(weakref.ref(state), self._row(state), self._size(state)) for state in added
         ]
-        self._last_header = None  # the change that it told of is in the vector now
+        self._last_header = None  # the change that it announced is in the vector now
 
     def _exchanged(self, process_group: dist.ProcessGroup, value: Any) -> list[Any]:
         """Send `value` to all ranks, and return the values of all, by rank."""
@@ -388,7 +388,7 @@ def tell_all(process_group: dist.ProcessGroup, name: str, value: Any, limit: tim
     store = store_of(process_group, f"fp8pass/{name}")
     rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     store.set(f"here/{rank}", digest)
-    store.set(digest, text)
+    store.set(digest, text)  # equal texts, which most ranks have, share one key
     # the last rank to come sets the one key that all ranks wait for
     if store.add("count", 1) == ranks:
         store.set("all", "")

@@ -228,6 +228,7 @@ class State:
 
     def _write(self, state: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         by_inner = {inner: entries[name] for name, inner in names.items() if name in entries}
+        # scales that another recipe computed, with another margin for example, do not fit this one; histories do
         state.write(by_inner, anew=bool(saved) and not _is_among(recipe_text([state]), saved))
 
     def _target(self) -> str:
@@ -290,7 +291,7 @@ class State:
         loaded = self._loaded
         if not loaded.entries:
             return
-        # at most one: none if the state has no slots, or none of its tensors is the module's
+        # one, or none if the state has no slots in this module
         for names in [names for located, names in self._located() if located is state]:
             loaded.entries = _regrouped(loaded.entries, set(names))
             several = [name for name in names if f"{name}~1" in loaded.entries or "~" in name]

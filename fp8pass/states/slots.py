@@ -146,7 +146,7 @@ class InstanceState:
 
     @property
     def reduces(self) -> Reduction | None:
-        """The way ranks share the amaxes; None if they do not share them.
+        """The reduction by which ranks share the amaxes; None if they do not share them.
 
         A pipeline stage that only this rank has is not reduced over the default group, whose other ranks lack it.
         """
@@ -330,6 +330,7 @@ class InstanceState:
 
     def for_shape_inference(self) -> SlotTensors:
         """Return the tensors of `for_repetition`, for a forward whose backward must not record amaxes either."""
+        # `for_repetition` keeps `amax_backward`: the backward of a repetition is the one that counts
         return self.for_repetition()._replace(
             amax_backward=torch.full_like(self.tensors.amax_backward, scaling.NOTHING)
         )
@@ -475,7 +476,7 @@ class StateRegistry:
         key = (id(table), *map(id, owned))
         # read without the lock, once per call of a graph: a dict's lookup is atomic, and a stale entry is noticed below
         entry = self._of.get(key)
-        # Python reuses the ids of freed objects: the entry keeps its table alive, and `alive` tells of freed tensors
+        # Python reuses the ids of freed objects: the entry keeps its table alive, and `alive` notices freed tensors
         if entry is None or not entry[1].alive():
             with self.lock:
                 entry = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))

@@ -10,7 +10,7 @@ _clock = itertools.count(1)
 
 
 def now() -> int:
-    """Return a number larger than all returned before, which tells the later of two calls."""
+    """Return a number larger than all returned before, so that the later of two calls has the larger one."""
     return next(_clock)
 
 
@@ -23,7 +23,7 @@ class StepTracker:
     step: int = 0
     """The number of the last step that it began, counted over all graphs of the instance."""
     returned: int = 0
-    """The number, counted likewise, of the newest step in which a backward of this graph has run."""
+    """The number, counted as `step` is, of the newest step in which a backward of this graph has run."""
     last_used_at: int = 0
     """The time of `now` when the graph was last called in training; 0 if it was never."""
     synced_at: int = 0

@@ -42,6 +42,7 @@ from fp8pass.states.scale_state import ScaleState
 from fp8pass.states.slots import InstanceState, registry
 
 
+# eq=False: steps are compared by identity, as `_accumulations.remove` does
 @dataclass(eq=False)
 class _Step:
     """Several forwards that are one step. begun: keys of the slots, and of graphs of instances, that have begun it."""
@@ -307,6 +308,6 @@ def _contexts_of_stack() -> list[Any]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in _REENTRANT:
-            contexts.append(frame.f_locals["ctx"])
+            contexts.append(frame.f_locals["ctx"])  # the first parameter of both functions
         frame = frame.f_back
     return contexts

@@ -150,6 +150,7 @@ class EarlyUpdates:
         if not self._on or p.grad is None:
             return
         if id(p) in self._done:
+            # raised in the hook, so in the backward: the parameter has been changed between the two
             raise Fp8Error(
                 f"train_step: {_WHY}, and {self._names.get(id(p), 'a parameter')} has got a second one in the same "
                 "call. A step with several backwards needs update_in_backward=False"

@@ -355,7 +355,7 @@ def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any
     seen: set[int] = set()
     todo = [(x, 0) for x in roots]
     while todo:
-        x, depth = todo.pop(0)
+        x, depth = todo.pop(0)  # breadth first, so that each object is reached at its least depth
         if id(x) in seen or isinstance(x, _LEAVES):
             continue
         seen.add(id(x))

@@ -208,6 +208,7 @@ class UpdateGraph:
         self._numbers = Numbers(tensors)
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
+        # the others are stale after the update, and are quantized again when the next step begins
         weights = [w for w in weights if w.knows_next_scale]
         states = list(dict.fromkeys(w.state for w in weights if isinstance(w, DelayedWeight)))
         if self.counts is not None:  # a skipped update forgets what its step has recorded, in all states of its tensors

@@ -1,4 +1,4 @@
-"""The FP8 copy of one weight: the tensors, when they are stale, and how they are made anew.
+"""The FP8 copy of one weight: the tensors, when they are stale, and how the weight is quantized again.
 
 There are two kinds, by where the scale comes from: a slot of delayed scaling, or the weight itself.
 """
@@ -107,7 +107,7 @@ class WeightCopy(ABC):
         spans = [(sum(self._rows[:i]), n) for i, n in enumerate(self._rows)]
         self.copies = [] if self.x_q is None else [self.x_q.narrow(0, *span) for span in spans]
         self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *span) for span in spans]
-        if new:
+        if new:  # which hold no values yet
             self.invalidate()
         return bool(new)
 

@@ -17,7 +17,7 @@ from fp8pass.recipes import Recipe, StaticScaling
 
 @dataclass(frozen=True)
 class NotedUse:
-    """How graphs quantize a weight. graph: tells graphs apart. recipe, reason: see `WeightUse`.
+    """How graphs quantize a weight. graph: identifies the graph. recipe, reason: see `WeightUse`.
 
     parts: the parameters that are quantized together with one scale, the weight among them, in order.
     """

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass.backend import reference
 from fp8pass.base._torch import select_decomp_table
 from fp8pass.base.names import Names
-from fp8pass.compiler.first_step import judged
+from fp8pass.compiler.first_step import checked
 from fp8pass.graph.annotation import Annotation, copy_to_edit
 from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import Context, DynamoContext, JointContext, KernelsContext, Pass
@@ -58,7 +58,7 @@ def without_caches(share: bool = False) -> Iterator[None]:
     dynamic because another model had another one, and no recompile limit is reached.
     """
     torch.manual_seed(0)
-    judged.clear()
+    checked.clear()
     if not share:
         torch._dynamo.reset()
     limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 10000, "automatic_dynamic_shapes": False}
