@@ -1,8 +1,8 @@
 """Cut the graphs of DistributedDataParallel at layers, where that is as good as at DDP's gradient buckets.
 
-A compiled backward hands over all its gradients when it ends. So that DDP can reduce some while others are computed,
-torch's DDPOptimizer cuts Dynamo's graph into one for each bucket, by bytes, even within a layer. Graphs that are cut so
-have no equal layers. `lower_bodies` runs one backward for each layer anyway: cutting there serves both ends.
+A compiled backward returns all its gradients at its end. So that DDP can reduce some while others are computed, torch's
+DDPOptimizer cuts Dynamo's graph into one for each bucket, by bytes, even within a layer. Graphs that are cut so have no
+equal layers. `lower_bodies` runs one backward for each layer anyway: cuts between layers serve both purposes.
 """
 
 from __future__ import annotations

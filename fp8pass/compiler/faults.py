@@ -246,7 +246,7 @@ def tell(failure: Failure, outcome: str) -> None:
     kind = failure.place, type(failure.error).__name__, outcome
     if kind not in _told:
         _told.add(kind)
-        warn(f"{said}. Training goes on; with on_fault='raise' a fault is an error")
+        warn(f"{said}. Training continues; with on_fault='raise' a fault is an error")
 
 
 _meetings = itertools.count()
@@ -279,7 +279,7 @@ def _difference(layouts: Any) -> str:
     listed = "; ".join(
         f"rank {rank}: {', '.join(' on '.join(row) for row in rows)}" for rank, rows in enumerate(layouts)
     )
-    return f"ranks have compiled graphs again after different faults of fp8pass, so they can't go on together: {listed}"
+    return f"ranks have recompiled graphs after different faults of fp8pass, so they can't continue together: {listed}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -106,8 +106,8 @@ class JointPasses(CustomGraphPass):
             return [gemm, *(replace(gemm) for _ in self.body.layers[1:])]
         # the graph was traced for the first layer: the matmul at the same position of another layer has its verdict
         position, choice = self.body.choices[0].index(gemm.choice), self.choices[gemm.choice]
-        others = (of_layer[position] for of_layer in self.body.choices[1:])
-        return [gemm, *(_for_layer(gemm, choice, self.choices, index) for index in others)]
+        indices = (of_layer[position] for of_layer in self.body.choices[1:])
+        return [gemm, *(_for_layer(gemm, choice, self.choices, index) for index in indices)]
 
     def _publish(self, context: JointContext) -> None:
         """Publish the report of one part, and add it to the graph's report.

@@ -81,7 +81,7 @@ def target_here(device: torch.device, machine: str, ranks: Sequence[int], kinds:
 
 
 def _found_here(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
-    """Return what this rank finds by itself."""
+    """Return the target that this rank finds, before it asks others."""
     base = published_here(device)
     if machine not in HOW:
         return _of_file(machine, base)
@@ -162,7 +162,7 @@ def written(device: torch.device, seconds: float) -> Target:
 
 def _stand_in(known_gpu: Known, what: str, why: str) -> None:
     known_gpu.notes.append(f"{what}: {why}; published figures are used")
-    warn_once(f"fp8pass: {known_gpu.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
+    warn_once(f"fp8pass: {known_gpu.notes[-1]}. Set FP8PASS_MACHINE to published, or to the path of a machine's file")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -108,12 +108,12 @@ class Target:
 
 def _gpu(
     name: str, capability: tuple[int, int], bf16: float, fp8: float, bandwidth: float,
-    multiprocessors: int, cache: int, memory: int, clock: float, **others: Any,
+    multiprocessors: int, cache: int, memory: int, clock: float, **more: Any,
 ) -> Target:  # fmt: skip
     """Return a target. bf16, fp8: TFLOPS. bandwidth: GB/s. cache: MiB. memory: GiB. clock: MHz."""
     return Target(
         name, capability, bf16 * 1e12, fp8 * 1e12, bandwidth * 1e9,
-        multiprocessors=multiprocessors, cache=cache << 20, memory=memory << 30, clock=clock * 1e6, **others,
+        multiprocessors=multiprocessors, cache=cache << 20, memory=memory << 30, clock=clock * 1e6, **more,
     )  # fmt: skip
 
 

@@ -152,8 +152,8 @@ class EarlyUpdates:
         if id(p) in self._done:
             # raised in the hook, so in the backward: the parameter has been changed between the two
             raise Fp8Error(
-                f"train_step: {_WHY}, and {self._names.get(id(p), 'a parameter')} has got a second one in the same "
-                "call. A step with several backwards needs update_in_backward=False"
+                f"train_step: {_WHY}, and {self._names.get(id(p), 'a parameter')} has got a second gradient in the "
+                "same call. A step with several backwards needs update_in_backward=False"
             )
         self._live += nbytes_here(p.grad)
         self.all_bytes += nbytes_here(p.grad)
@@ -216,8 +216,8 @@ class EarlyUpdates:
         if several := [s for s in seen if s.backwards > 1]:
             raise Fp8Error(
                 f"train_step: {_WHY}, and {self._names.get(id(several[0].parameter), 'a parameter')} got "
-                f"{several[0].backwards} in the first call, of as many backwards. Call backward once in each step, or "
-                "leave update_in_backward out"
+                f"{several[0].backwards} gradients in the first call, one from each backward. Call backward once in "
+                "each step, or leave update_in_backward out"
             )
         if late := [s for s in seen if s.grad._version != s.version]:
             raise Fp8Error(

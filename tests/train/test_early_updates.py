@@ -115,7 +115,9 @@ def clip(model: nn.Module) -> None:
     ("after_backward", "backwards", "message"),
     [
         pytest.param(clip, 1, r"wrote into the gradient of (weight|bias) after that\. Clipping", id="clip"),
-        pytest.param(lambda model: None, 2, "(weight|bias) got 2 in the first call, of as many", id="accumulate"),
+        pytest.param(
+            lambda model: None, 2, "(weight|bias) got 2 gradients in the first call, one from each", id="accumulate"
+        ),
     ],
 )
 def test_what_needs_all_gradients(after_backward: Callable[[nn.Module], None], backwards: int, message: str) -> None:
