@@ -94,6 +94,7 @@ def enable_fp8_all_gather(
                 raise Fp8Error(f"{name!r} is sharded already: call enable_fp8_all_gather before fully_shard")
             chosen[name] = module
     weights = _Weights(model, in_blocks=scales == "block")
+    # tensors as keys: their hash is their id, and Python compares identities before it would call `==`
     parts: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         old: Tensor = module.weight

@@ -96,6 +96,7 @@ class Names:
 
     def _module(self, node: fx.Node, kind: type = torch.nn.Module) -> str:
         """Return the path of the innermost module that the node is in; "" if that is the root, or not of `kind`."""
+        # the stack is a dict, outermost module first
         source, module = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1]
         if kind is torch.nn.Module:
             return self._join(*_root_and_path(source))

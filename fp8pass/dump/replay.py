@@ -192,7 +192,7 @@ def run(
     for name in attributes:
         _place(module, name.split("."), made[name])
     versions = {name: x._version for name, x in made.items() if isinstance(x, Tensor)}
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # for random ops in the graph, such as dropout
     with torch.set_grad_enabled(any(isinstance(made[name], Tensor) and made[name].requires_grad for name in inputs)):
         results = module(*(made[name] for name in inputs))
         outputs = [x for x in pytree.tree_leaves(results) if x is not None]

@@ -73,7 +73,7 @@ def target_here(device: torch.device, machine: str, ranks: Sequence[int], kinds:
         # CUDA forbids to synchronize while a graph is captured, as timing does; not kept, so that a later call measures
         if torch.cuda.is_current_stream_capturing():
             return published_here(device)
-        with unset_fake_temporarily():
+        with unset_fake_temporarily():  # Dynamo compiles under a fake mode, and real kernels are timed
             # kept for each key, so that what is compiled later is decided by the same figures
             _targets[key] = _agreed(_found_here(device, machine, key[-1]), ranks, _question(machine, key[-1]))
     known(device).used = _targets[key]

@@ -279,6 +279,7 @@ class InstanceState:
         else:
             begin(newest)
             *tensors, amax_weights, weight_copy_scales = newest.tensors
+            # the op takes the last two only if the table has cached weights
             ops.begin_step(
                 newest.table.delayed, *tensors, *((amax_weights, weight_copy_scales) if len(amax_weights) else ())
             )
@@ -304,7 +305,7 @@ class InstanceState:
 
         Merges no amaxes of cached weights: the forward that reads the cached copies records those.
         """
-        self.hold(())
+        self.hold(())  # all slots roll, whatever the last forward has held
         *tensors, amax_weights, weight_copy_scales = self.tensors
         nothing = torch.full_like(weight_copy_scales, scaling.NOTHING)
         ops.begin_step(self.table.delayed, *tensors, *((amax_weights, nothing) if len(amax_weights) else ()))

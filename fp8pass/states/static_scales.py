@@ -33,7 +33,7 @@ def fill(state: InstanceState) -> None:
 
 def _names(state: InstanceState, recipe: StaticScaling) -> list[str]:
     """Return the names of the state's slots in the model that was calibrated."""
-    from fp8pass.states.checkpoint import names_in
+    from fp8pass.states.checkpoint import names_in  # here: a run without static scales need not load the file
 
     for module in calibrated:
         names = names_in(module, state)

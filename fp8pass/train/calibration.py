@@ -129,6 +129,7 @@ class _Observer:
         for table in annotation.tables:
             key = (id(table), *map(id, owned))
             if key not in self.states:
+                # not of the registry: these states are dropped with the observer
                 self.states[key] = new_state(table, owned)
             states.append(self.states[key])
         for state in states:

@@ -53,6 +53,7 @@ class Bounds:
     """The bounds of the weights of one instance state whose amaxes are predicted: see `ops.predicted_scales`."""
 
     def __init__(self, weights: Sequence[WeightCopy]) -> None:
+        # weak references: Dynamo keeps the graph, and the graph these bounds, longer than the model may live
         self._weights = [weakref.ref(w) for w in weights]
         self._now: list[list[float]] = []
         with torch.inference_mode(False):
