@@ -75,11 +75,11 @@ reads two tensors in FP8, each with its scale, and dequantizes both."""
 
 
 def _settings(
-    joint_passes: JointPasses, kernel_passes: KernelPasses, known: dict[str, str] | None
+    joint_passes: JointPasses, kernel_passes: KernelPasses, cacheable: dict[str, str] | None
 ) -> tuple[dict[str, Any], dict[str, bool]]:
     """Return the settings of Inductor, with the passes of fp8pass unless the attempt is "plain", and of AOTAutograd.
 
-    known: what `known_to_caches` returns.
+    cacheable: what `known_to_caches` returns.
     """
     patches: dict[str, Any] = (
         {}
@@ -94,10 +94,10 @@ def _settings(
     if joint_passes.config.mode is not None:
         patches.update(list_mode_options(joint_passes.config.mode))
     caches = {}
-    if known is None:
+    if cacheable is None:
         caches["enable_autograd_cache"] = False
     else:
-        patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
+        patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **cacheable}
     # a cache hit would skip the passes, which dumps and trials need; and graphs compiled after a fault are not cached
     if joint_passes.dump.folder is not None or overrides.current() or joint_passes.attempt != FIRST:
         patches["fx_graph_cache"] = False
