@@ -101,9 +101,9 @@ def cpu_key() -> str:
     vectors that code writes past the end of buffers, with shorter ones it leaves elements out.
     """
     can = torch.cpu.get_capabilities()
-    known = sorted((name, value) for name, value in can.items() if value is True or name == "sve_max_length")
+    features = sorted((name, value) for name, value in can.items() if value is True or name == "sve_max_length")
     limit = os.environ.get("ATEN_CPU_CAPABILITY")  # Inductor reads it to choose the vector length
-    return repr((known, limit, [onednn_multiplies(dtype) for dtype in (torch.bfloat16, torch.float16)]))
+    return repr((features, limit, [onednn_multiplies(dtype) for dtype in (torch.bfloat16, torch.float16)]))
 
 
 def _cpu_scales_rows() -> bool:

@@ -31,10 +31,10 @@ KINDS: tuple[Kind, ...] = tuple(FACTORS)
 
 
 def _matmuls(name: str, value: Any) -> tuple[str, ...]:
-    found: tuple[str, ...] = several(f"one or several of {', '.join(map(repr, KINDS))}").take(name, value)
-    for kind in found:
+    kinds: tuple[str, ...] = several(f"one or several of {', '.join(map(repr, KINDS))}").take(name, value)
+    for kind in kinds:
         choose(f"matmul in {name}", kind, KINDS)
-    return found
+    return kinds
 
 
 MATMULS = Rule(_matmuls)
@@ -76,8 +76,8 @@ def _check_formula(what: str, formula: Callable[[], Any]) -> None:
         said = f"raised {type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{what} {said}, called for two tensors; {expected}") from error
     if not isinstance(scale, Tensor) or scale.shape != _EXAMPLE.shape or scale.dtype != torch.float32:
-        found = f"{scale.dtype}{list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
-        raise ValueError(f"{what} returned {found} for amaxes f32[2]; {expected}")
+        returned = f"{scale.dtype}{list(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise ValueError(f"{what} returned {returned} for amaxes f32[2]; {expected}")
     if not bool(((scale > 0) & scaling.is_finite(scale)).all()):
         raise ValueError(f"{what} returned {scale.tolist()} for the amaxes {_EXAMPLE.tolist()}; {expected}")
 
@@ -265,8 +265,8 @@ class DelayedScaling(TensorwiseRecipe):
 
     def scale(self, amax: Tensor, fp8_max: Tensor | float) -> Tensor:
         """Return the scale of a tensor without history from its own amax, f32[...]; 1 where that is 0, NaN or inf."""
-        own = scaling.scale_from_amax(amax, fp8_max, 1.0, self.margin)
-        return own if self.scaling_factor_compute_algo is None else self._by_formula(amax, own, fp8_max, 1.0)
+        exact = scaling.scale_from_amax(amax, fp8_max, 1.0, self.margin)
+        return exact if self.scaling_factor_compute_algo is None else self._by_formula(amax, exact, fp8_max, 1.0)
 
     def next_scale(self, amax_history: Tensor, old_scale: Tensor, fp8_max: Tensor) -> Tensor:
         """Return the scales f32[T] of the next step, from `amax_history` f32[H, T] and the scales f32[T] of this step.
@@ -276,8 +276,8 @@ class DelayedScaling(TensorwiseRecipe):
         amax = scaling.amax_of_history(amax_history, self.amax_compute_algo)
         if self.scaling_factor_compute_algo is None:
             return scaling.scale_from_amax(amax, fp8_max, old_scale, self.margin)
-        own = scaling.scale_from_amax(amax, fp8_max, 1.0, self.margin)
-        return self._by_formula(amax, torch.where(old_scale == 0, own, old_scale), fp8_max, old_scale)
+        exact = scaling.scale_from_amax(amax, fp8_max, 1.0, self.margin)
+        return self._by_formula(amax, torch.where(old_scale == 0, exact, old_scale), fp8_max, old_scale)
 
     def _by_formula(self, amax: Tensor, old: Tensor, fp8_max: Tensor | float, keep: Tensor | float) -> Tensor:
         algo = self.scaling_factor_compute_algo

@@ -316,7 +316,7 @@ def where(times: Callable[[int], tuple[float, float]]) -> Intervals:
     times: the two for an integer. Both must be convex, as sums of the longer ones of times that rise evenly are.
     """
     at = functools.cache(times)
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     open_ = [(1, LARGEST)]
     while open_:
         low, high = open_.pop()
@@ -325,9 +325,9 @@ def where(times: Callable[[int], tuple[float, float]]) -> Intervals:
             middle = _middle(low, high)
             open_ += [(middle, high), (low, middle - 1)]
         elif holds:
-            low = found.pop()[0] if found and found[-1][1] == low - 1 else low
-            found.append((low, high))
-    return tuple((low, None if high == LARGEST else high) for low, high in found)
+            low = ranges.pop()[0] if ranges and ranges[-1][1] == low - 1 else low
+            ranges.append((low, high))
+    return tuple((low, None if high == LARGEST else high) for low, high in ranges)
 
 
 def _middle(low: int, high: int) -> int:
@@ -365,11 +365,11 @@ def merged_seconds(
     """
     of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
 
-    def seconds(n: int, of: Recipe | None) -> Seconds:
-        around: Seconds = (
-            0.0 if of is None else overhead_seconds(target, m, k, n, of, element_size, training=True) - of_input
-        )
-        return call_seconds(target, m, k, n, of, element_size, training=True) + around
+    def seconds(n: int, chosen: Recipe | None) -> Seconds:
+        around: Seconds = 0.0
+        if chosen is not None:
+            around = overhead_seconds(target, m, k, n, chosen, element_size, training=True) - of_input
+        return call_seconds(target, m, k, n, chosen, element_size, training=True) + around
 
     each = [(seconds(n, recipe), seconds(n, None)) for n in widths]
     added = (len(widths) - 1) * m * k * element_size / target.copy_rate

@@ -131,17 +131,17 @@ class Bisection:
     @property
     def filter(self) -> list[str]:
         """Name patterns for `Config.filter` that leave out the modules of all culprits."""
-        units = [c.unit for found in self.culprits for c in found if c.kind in FACTORS and c.name]
+        units = [c.unit for group in self.culprits for c in group if c.kind in FACTORS and c.name]
         names = (part.removesuffix(".output") for u in units for part in parts_of(f"{u.name}.output"))
         return list(dict.fromkeys(names))
 
     def __str__(self) -> str:
         seconds = sum(run.seconds for run in self.runs)
         story = [_HEADLINES[self.verdict].format(matmuls=self.matmuls, culprit=self.pass_name)]
-        for i, found in enumerate(self.culprits):
+        for i, group in enumerate(self.culprits):
             cause = "the cause" if self.verdict == "numbers" else "it shows in"
-            which = (f"{cause} too, independently" if i else cause) + (", only together" if len(found) > 1 else "")
-            story += [f"  {which}:", *(f"    {line}" for c in found for line in str(c).split("; "))]
+            which = (f"{cause} too, independently" if i else cause) + (", only together" if len(group) > 1 else "")
+            story += [f"  {which}:", *(f"    {line}" for c in group for line in str(c).split("; "))]
         story += ["", *self._advice(), *self.notes] if self._advice() or self.notes else []
         return "\n".join([*story, "", *map(str, self.runs), f"{len(self.runs)} runs in {seconds:.0f} s"])
 
@@ -158,9 +158,9 @@ class Bisection:
         if self.filter:
             seen = "with which the check passed" if self.cured else "which may not be enough"
             advice.append(f"{'or' if self.remedy else 'To go on:'} filter={self.filter}, {seen}.")
-        if saved := [c.name for found in self.culprits for c in found if c.kind == "saved"]:
+        if saved := [c.name for group in self.culprits for c in group if c.kind == "saved"]:
             advice.append(f"To go on: save_fp8=False, or name patterns that do not match {' and '.join(saved)}.")
-        if any(c.kind == "moments" for found in self.culprits for c in found):
+        if any(c.kind == "moments" for group in self.culprits for c in group):
             advice.append("To go on: optimizer_state='off'.")
         if self.repeated is False:
             advice.append(
@@ -182,8 +182,8 @@ _HEADLINES: dict[str, str] = {
 }
 
 
-def _items(of: dict[str, str]) -> str:
-    return ", ".join(f"{name!r}: {value!r}" for name, value in of.items())
+def _items(options: dict[str, str]) -> str:
+    return ", ".join(f"{name!r}: {value!r}" for name, value in options.items())
 
 
 STEP = called_with((), "()")
@@ -341,7 +341,8 @@ class _Bisector:
             self._find_machinery(lowerings == {"eager"}, cached)
         else:
             self._note(
-                "The annotated graphs could not be run eagerly, so precision, passes and Inductor are not told apart."
+                "The annotated graphs could not be run eagerly, so it is not known whether precision, a pass or "
+                "Inductor is the cause."
             )
         self._find_matmuls()
 
@@ -371,8 +372,8 @@ class _Bisector:
             fails = self._try(f"with passes up to {names[middle - 1]}", passes=names[:middle]) == "fails"
             good, bad = (good, middle) if fails else (middle, bad)
         result.verdict, result.pass_name = "pass", names[bad - 1]
-        others = [name for name in names if name != result.pass_name]
-        if self._try(f"with all passes but {result.pass_name}", passes=others) != "passes":
+        other_passes = [name for name in names if name != result.pass_name]
+        if self._try(f"with all passes but {result.pass_name}", passes=other_passes) != "passes":
             self._note(f"The check fails with all passes but {result.pass_name} too: others may be wrong as well.")
         if not behind_passes:
             self._note("Op by op the check passes: Inductor may compile that pass's graph wrongly.")
@@ -404,7 +405,7 @@ class _Bisector:
         result.repeated = outcome == "fails" if len(result.runs) > runs else None
 
     def _without(self) -> str:
-        names = self.found.filter or [c.kind for found in self.found.culprits for c in found]
+        names = self.found.filter or [c.kind for group in self.found.culprits for c in group]
         return f"all but {' and '.join(names)} in FP8" if names else "everything in FP8"
 
     def _find_operands(self, together: list[Culprit]) -> None:
@@ -427,9 +428,9 @@ class _Bisector:
         culprits = [c for together in self.found.culprits for c in together]
         if not all(c.better and c.name for c in culprits):
             return
-        others = {c.name: _better(self.units[c.unit]) for c in culprits}
-        instead = {(u, role): others[u.name] for u in self.units if u.name in others for role in _operands(u)}
-        remedy = {name: other.name for name, other in others.items() if other}
+        better = {c.name: _better(self.units[c.unit]) for c in culprits}
+        instead = {(u, role): better[u.name] for u in self.units if u.name in better for role in _operands(u)}
+        remedy = {name: other.name for name, other in better.items() if other}
         if self._try(f"everything in FP8, {_items(remedy)}", instead=instead) == "passes":
             self.found.remedy = remedy
 
@@ -461,8 +462,8 @@ def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Un
     Uses divide and conquer, which requires that every superset of a failing set fails. If its result does not fail
     (errors may cancel each other), uses delta debugging, which takes more runs.
     """
-    found = set(_conquered([], units, False, fails))
-    smallest = [u for u in units if u in found]
+    failing = set(_conquered([], units, False, fails))
+    smallest = [u for u in units if u in failing]
     return smallest if fails(smallest) else _debugged(units, fails)
 
 

@@ -301,8 +301,8 @@ def main(steps: int, recipe: str, device: str, out: Path) -> int:
     path = out / "loss.png"
     try:
         check(recipe, device, path)
-        with among_ranks(device) as own:
-            return _main(steps, recipe, own, path, runs)
+        with among_ranks(device) as group:
+            return _main(steps, recipe, group, path, runs)
     except KeyboardInterrupt:
         return _interrupted(runs, steps, path)
 

@@ -80,8 +80,8 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _gpu(index: int) -> str:
-    of = torch.cuda.get_device_properties(index)
-    return f"{of.name}, sm_{of.major}{of.minor}, {of.total_memory / 2**30:.0f} GiB"
+    gpu = torch.cuda.get_device_properties(index)
+    return f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 
 
 def _cpu_multiplies() -> Iterator[tuple[str, str]]:
@@ -125,9 +125,9 @@ def figures(target: Target) -> str:
     return f"{target.name}, {target.sm}, {rates(expected(target))}"
 
 
-def rates(of: Speeds) -> str:
+def rates(speeds: Speeds) -> str:
     """Return speeds in words."""
-    return f"BF16 {of.bf16 / 1e12:.0f} and FP8 {of.fp8 / 1e12:.0f} TFLOPS, copies {of.copy / 1e12:.2f} TB/s"
+    return f"BF16 {speeds.bf16 / 1e12:.0f} and FP8 {speeds.fp8 / 1e12:.0f} TFLOPS, copies {speeds.copy / 1e12:.2f} TB/s"
 
 
 def _answer(kind: str, target: Target, tried: Sequence[Tried]) -> str:

@@ -54,8 +54,8 @@ def explain_only(
     @configured(lambda: config)
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         check_compiled(all_phases, module.graph)
-        found, again = break_of(module), recompile_of(module, earlier)
-        breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
+        graph_break, again = break_of(module), recompile_of(module, earlier)
+        breaks, recompiles = [] if graph_break is None else [graph_break], [] if again is None else [again]
         publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))
         graph = GraphToDraw(module, example_inputs, config)
         with collect() as of_graph:
@@ -158,7 +158,9 @@ class _Unchanged:
         """Return the path of the graph's root in the model, with a final dot; "" if unknown or the model itself."""
         full = {path: self.path_of(args[i]) for i, path in self.owned.items()}
         # The dots make only whole names count: "group.weight" does not end with "up.weight".
-        above = {of.removesuffix(path) for path, of in full.items() if f".{of}".endswith(f".{path}")}
+        above = {
+            full_path.removesuffix(path) for path, full_path in full.items() if f".{full_path}".endswith(f".{path}")
+        }
         return above.pop() if len(above) == 1 else ""
 
 

@@ -110,8 +110,8 @@ def _name_sizes(report: Report, model: nn.Module) -> None:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
 
-    def named(found: re.Match[str]) -> str:
-        return names[int(found[1])] if int(found[1]) < len(names) else found[0]
+    def named(match: re.Match[str]) -> str:
+        return names[int(match[1])] if int(match[1]) < len(names) else match[0]
 
     for g in report.gemms:
         g.sizes = tuple(replace(s, stands_for=re.sub(r"^args\[(\d+)\]", named, s.stands_for)) for s in g.sizes)
@@ -186,5 +186,5 @@ def _told(error: Exception) -> str:
 def _place(text: str) -> str:
     """Return the last line of the user's code in an error's text, as "file.py:12"; "" if it has none."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [(file, int(line)) for file, line in frames if is_users_file(file)]
-    return location_of(*own[-1]) if own else ""
+    users = [(file, int(line)) for file, line in frames if is_users_file(file)]
+    return location_of(*users[-1]) if users else ""

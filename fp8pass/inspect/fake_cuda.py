@@ -343,8 +343,8 @@ class FakeCuda:
                 config, choice.num_warps, registers, kernel.metadata.shared, programs,
                 _iterations(choice.kwargs, numbers), once, loop, vain,
             )  # fmt: skip
-        found = widths(kernel.asm["ptx"])
-        return Compiled(*found, registers, spilled, len(tuner.configs), code, kernel.metadata.shared)
+        ptx_widths = widths(kernel.asm["ptx"])
+        return Compiled(*ptx_widths, registers, spilled, len(tuner.configs), code, kernel.metadata.shared)
 
     def generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False

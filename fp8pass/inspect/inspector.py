@@ -158,8 +158,8 @@ class Inspection:
 
     def run(self, name: str) -> InspectedRun:
         """Return the run with this name. Raises KeyError if there is none."""
-        found = {run.name: run for run in self.runs}
-        return found[name]
+        by_name = {run.name: run for run in self.runs}
+        return by_name[name]
 
 
 def inspect(
@@ -215,17 +215,17 @@ def inspect(
     return _inspection(answer_fields)
 
 
-def _inspection(found: dict[str, Any]) -> Inspection:
-    return Inspection(**{**found, "runs": tuple(map(_run, found["runs"])), "notes": tuple(found["notes"])})
+def _inspection(values: dict[str, Any]) -> Inspection:
+    return Inspection(**{**values, "runs": tuple(map(_run, values["runs"])), "notes": tuple(values["notes"])})
 
 
-def _run(found: dict[str, Any]) -> InspectedRun:
-    lists = {"kernels": tuple(map(_kernel, found["kernels"])), "held": tuple(map(_held, found["held"]))}
-    return InspectedRun(**{**found, **lists, "notes": tuple(found["notes"])})
+def _run(values: dict[str, Any]) -> InspectedRun:
+    lists = {"kernels": tuple(map(_kernel, values["kernels"])), "held": tuple(map(_held, values["held"]))}
+    return InspectedRun(**{**values, **lists, "notes": tuple(values["notes"])})
 
 
-def _held(found: dict[str, Any]) -> Held:
-    return Held(**{**found, "shape": tuple(found["shape"])})
+def _held(values: dict[str, Any]) -> Held:
+    return Held(**{**values, "shape": tuple(values["shape"])})
 
 
 def _kernel(fields: dict[str, Any]) -> Kernel:
@@ -237,6 +237,6 @@ def _kernel(fields: dict[str, Any]) -> Kernel:
     return Kernel(**{**fields, "compiled": Compiled(**{**compiled, **lists, "code": code})})
 
 
-def code_of(found: Mapping[str, Any]) -> Code:
+def code_of(values: Mapping[str, Any]) -> Code:
     """Return the code that JSON describes, as `dataclasses.asdict` writes it."""
-    return Code(**{**found, **{part: Work(**found[part]) for part in ("once", "loop")}})
+    return Code(**{**values, **{part: Work(**values[part]) for part in ("once", "loop")}})

@@ -84,7 +84,7 @@ def memory_table(run: InspectedRun) -> tuple[Sequence[str], Rows]:
 
 
 def _megabytes(held: Sequence[Held]) -> str:
-    return f"{sum(of.bytes for of in held) / MEGABYTE:.1f}"
+    return f"{sum(tensor.bytes for tensor in held) / MEGABYTE:.1f}"
 
 
 def totals_table(inspection: Inspection) -> tuple[Sequence[str], Rows]:

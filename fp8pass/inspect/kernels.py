@@ -105,21 +105,21 @@ def _bytes(node: BaseSchedulerNode) -> tuple[int, int]:
 def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
     """Return (read, written), the terms of `get_read_write_buffers_sizes`, without reads of buffers that it writes.
 
-    Inductor makes a kernel depend on the whole of an input that it writes into, even if it reads nothing of it; such
+    Inductor makes a kernel depend on the whole of an input that it writes into, even if it does not read it; such
     dependencies are not `MemoryDep`s and do not count as reads. It counts a buffer as written that has users in other
-    kernels by then, also if code generation found that none of them reads it, and stores nothing.
+    kernels by then, also if code generation found that none of them reads it, and does not store it.
     """
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    own = {dep.name for dep in node.read_writes.writes} - Virtualized.graph.removed_buffers
-    written = sum(size for name, size in moved.items() if name in own)
+    outputs = {dep.name for dep in node.read_writes.writes} - Virtualized.graph.removed_buffers
+    written = sum(size for name, size in moved.items() if name in outputs)
     read = {dep.name for dep in node.read_writes.reads if node.is_extern() or isinstance(dep, MemoryDep)}
-    return sum(size for name, size in moved.items() if name in read - own), written
+    return sum(size for name, size in moved.items() if name in read - outputs), written
 
 
 def _origins(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> list[fx.Node]:
     """Return the graph's nodes that a kernel computes, in the graph's order."""
-    found = {o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()}
-    return sorted((o for o in found if o in order), key=order.__getitem__)
+    origins = {o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()}
+    return sorted((o for o in origins if o in order), key=order.__getitem__)
 
 
 # --- GEMMs, attention, other ops of ATen
@@ -271,7 +271,7 @@ def _val(node: Any) -> Tensor:
     assert isinstance(value, Tensor)
     if all(isinstance(size, int) for size in value.shape):
         return value
-    sizes, strides = (tuple(map(hint_of, of)) for of in (value.shape, value.stride()))
+    sizes, strides = (tuple(map(hint_of, values)) for values in (value.shape, value.stride()))
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
 
@@ -337,8 +337,8 @@ def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
 def _share(node: BaseSchedulerNode) -> str:
     """Return the share of the bandwidth, as `memory_seconds` takes it: of two tensors in FP8, one is transposed."""
     moved = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
-    own = {dep.name for dep in node.read_writes.writes}
-    fp8 = [name for name in moved if name in own and Virtualized.graph.get_dtype(name) in FP8_DTYPES]
+    outputs = {dep.name for dep in node.read_writes.writes}
+    fp8 = [name for name in moved if name in outputs and Virtualized.graph.get_dtype(name) in FP8_DTYPES]
     reduces = any(part.is_reduction() for part in node.get_nodes())
     return "transposed_share" if len(fp8) > 1 else "rows_share" if reduces else "memory_share"
 
@@ -355,9 +355,9 @@ def _fp8_made(node: BaseSchedulerNode) -> list[str]:
     """
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     types = {name: Virtualized.graph.get_dtype(name) for name in moved}
-    own = {dep.name for dep in node.read_writes.writes}
-    verb = "copy" if all(types[name].itemsize == 1 for name in moved if name not in own) else "quantize"
-    made = [types[name] for name in moved if name in own]
+    outputs = {dep.name for dep in node.read_writes.writes}
+    verb = "copy" if all(types[name].itemsize == 1 for name in moved if name not in outputs) else "quantize"
+    made = [types[name] for name in moved if name in outputs]
     return [f"{verb} {short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
 
 

@@ -62,8 +62,8 @@ def unrolled(loop: Sequence[str], step: int) -> int:
     """Return how many iterations one pass of a loop does: what it adds to the counter that it compares, over `step`."""
     tested = {test[1] for i in loop if (test := _TEST.match(i))}
     added = [int(count[3], 16) for i in loop if (count := _COUNT.match(i)) and tested & {count[1], count[2]}]
-    found = [n // step for n in added if step and n % step == 0 and n < 1 << 30]
-    return min(found, default=1)
+    factors = [n // step for n in added if step and n % step == 0 and n < 1 << 30]
+    return min(factors, default=1)
 
 
 def _read(listing: str) -> tuple[list[str], list[tuple[int, int]], set[int]]:
@@ -135,7 +135,7 @@ def _sum(parts: Sequence[tuple[Work, int]]) -> Work:
 def _of_stretch(instructions: Sequence[str], loops: bool) -> Work:
     names = [i.split()[0] for i in instructions]
     first = [name.partition(".")[0] for name in names]
-    count = {kind: sum(f in of for f in first) for kind, of in _UNITS.items()}
+    count = {kind: sum(f in prefixes for f in first) for kind, prefixes in _UNITS.items()}
     moved = {f: sum(_bytes(name) for name, g in zip(names, first, strict=True) if g == f) for f in _GLOBAL | _SHARED}
     of_shared = sum(moved[f] for f in _SHARED)
     busy = (

@@ -103,8 +103,8 @@ def main(request: dict[str, Any], answer: Path) -> None:
     for way in _ways(request, target, notes):
         work.doing, work.advice = f"{spec} can't be compiled with {way.name} for {target.name}", _TRACED
         runs.append(_run(gpu, way, factory, request["ptx"], work, request["optimizer"]))
-    found = Inspection(spec, target.name, torch.__version__, tuple(runs), tuple(notes))
-    answer.write_text(json.dumps(asdict(found)))
+    inspection = Inspection(spec, target.name, torch.__version__, tuple(runs), tuple(notes))
+    answer.write_text(json.dumps(asdict(inspection)))
 
 
 def _has_history(state: InstanceState) -> None:
@@ -114,10 +114,10 @@ def _has_history(state: InstanceState) -> None:
 
 def _factory(spec: str) -> Callable[[], Any]:
     module, _, name = spec.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not callable(found):
+    attribute = getattr(importlib.import_module(module), name)
+    if not callable(attribute):
         raise Fp8Error(f"{spec} is not callable: write module:factory, a function that returns (model, *inputs)")
-    factory: Callable[[], Any] = found
+    factory: Callable[[], Any] = attribute
     return factory
 
 
@@ -151,12 +151,12 @@ def _run(
     memory = Memory()
 
     def runs(graph: Generated) -> Callable[..., Any]:
-        return memory.graph(graph, _names(found)[-1])
+        return memory.graph(graph, _names(generated)[-1])
 
     with (
         fakes(),
         collect() as verdicts,
-        gpu.compiles(runs=runs) as found,
+        gpu.compiles(runs=runs) as generated,
         warnings.catch_warnings(record=True) as caught,
     ):
         traced = replace(work)
@@ -167,13 +167,15 @@ def _run(
         _backward(_compiled(model, way)(*inputs))
         if optimizer is not None:
             _update(model, optimizer, way)
-    if not found:
+    if not generated:
         raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
-    listed = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
+    listed = [
+        k for name, graph in zip(_names(generated), generated, strict=True) for k in _kernels(gpu, graph, name, ptx)
+    ]
     pays = {g.name: in_words(g.pays_from, g.pays_of) for g in verdicts.gemms if g.name}
     kernels = [replace(k, pays_from=pays.get(k.modules, "")) if k.kind == "gemm" else k for k in listed]
     notes = dict.fromkeys(str(w.message) for w in caught if str(w.message).startswith("fp8pass: "))
-    saved = sum(graph.bytes_saved for graph in found)
+    saved = sum(graph.bytes_saved for graph in generated)
     peak, held = (0, ()) if memory.unknown else (memory.peak, memory.at_peak)
     sizes = (f"{size}: bytes and times are those of this call" for size in verdicts.sizes)
     return InspectedRun(way.name, tuple(kernels), saved, (*notes, *sizes, *filter(None, [memory.unknown])), peak, held)
@@ -211,10 +213,10 @@ def _backward(result: Any) -> None:
         torch.stack([x.float() for x in sums]).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _names(found: list[Generated]) -> list[str]:
+def _names(generated: list[Generated]) -> list[str]:
     """Return the names of graphs: "forward", "backward" or "update", numbered from the second of a kind on."""
     names, counts = [], Counter[str]()
-    for graph in found:
+    for graph in generated:
         kind = "backward" if graph.is_backward else "update" if graph.is_inference else "forward"
         counts[kind] += 1
         names.append(kind if counts[kind] == 1 else f"{kind} {counts[kind]}")

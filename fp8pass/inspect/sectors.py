@@ -50,8 +50,8 @@ def _named(dimension: str, number: str) -> str:
 
 
 def _divisor(variable: str, source: str) -> int:
-    found = re.search(rf"^\s+{variable} = .*// ?(\d+)", source, re.MULTILINE)
-    return int(found[1]) if found else 1
+    match = re.search(rf"^\s+{variable} = .*// ?(\d+)", source, re.MULTILINE)
+    return int(match[1]) if match else 1
 
 
 def _runs(index: str, source: str, blocks: Mapping[str, int]) -> Iterator[int]:

@@ -138,9 +138,9 @@ def _optimizer(optimizer: Optimizer) -> Undo:
     return undo
 
 
-def _copied(of: dict[str, Any]) -> dict[str, Any]:
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
     """Copy the values; the parameters of a group stay the same tensors."""
-    return {k: list(v) if k == "params" else copy.deepcopy(v) for k, v in of.items()}
+    return {k: list(v) if k == "params" else copy.deepcopy(v) for k, v in group.items()}
 
 
 def _random_state() -> Undo:

@@ -161,15 +161,17 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     rows = [row for state, buffer in watched for row in _rows(module, state, buffer, since)]
     if not watched:
         raise Fp8Error(
-            "nothing of this model is watched: compile it with options={'monitor': True}, or with "
+            "no tensor of this model is watched: compile it with options={'monitor': True}, or with "
             "@fp8pass.train_step(monitor=True), and call it with gradients"
         )
     for _, buffer in watched:
         _warn_of_kurtosis(buffer, rows)
-    known = {row.slot for row in rows}
+    slot_names = {row.slot for row in rows}
     rows = [row for row in rows if matches(row.slot, slots)]
-    if known and not rows:
-        raise ValueError(f"slots={slots!r}: matches none of {len(known)} watched tensors{nearest(slots, known, n=3)}")
+    if slot_names and not rows:
+        raise ValueError(
+            f"slots={slots!r}: matches none of {len(slot_names)} watched tensors{nearest(slots, slot_names, n=3)}"
+        )
     return Stats(tuple(sorted(rows, key=lambda row: (row.step, row.order))))
 
 
@@ -179,8 +181,8 @@ def is_watched(model: Any) -> bool:
 
 
 def _watched(module: Any) -> list[tuple[InstanceState, MonitorBuffer]]:
-    mine = [state for state in registry.states() if usual_name(module, state, "") is not None]
-    return [(state, state.counted) for state in mine if state.counted is not None]
+    of_module = [state for state in registry.states() if usual_name(module, state, "") is not None]
+    return [(state, state.counted) for state in of_module if state.counted is not None]
 
 
 def _rows(module: Any, state: InstanceState, monitor_buffer: MonitorBuffer, since: int) -> Iterator[SlotStats]:
@@ -214,10 +216,10 @@ def _shares(numerics: Numerics) -> dict[str, Any]:
     }
 
 
-def _sqnr(of: Numerics) -> float:
-    if not of.signal:
+def _sqnr(counts: Numerics) -> float:
+    if not counts.signal:
         return math.nan
-    return 10 * math.log10(of.signal / of.noise) if of.noise else math.inf
+    return 10 * math.log10(counts.signal / counts.noise) if counts.noise else math.inf
 
 
 def _warn_of_kurtosis(buffer: MonitorBuffer, rows: Sequence[SlotStats]) -> None:

@@ -127,7 +127,7 @@ def check(accelerator: Accelerator | AcceleratorState, model: nn.Module | None =
         model: The model that is trained, whose parameters' types are checked too.
 
     Raises:
-        Fp8Error: If Accelerate's own FP8 is on as well, or DeepSpeed, which compiles models by itself; or if autocast
+        Fp8Error: If Accelerate's own FP8 is on too, or DeepSpeed, which compiles models by itself; or if autocast
             computes in another type of 16 bits than the parameters have.
     """
     precision = accelerator.mixed_precision

@@ -1,4 +1,4 @@
-"""Check that a framework's version and flags go with fp8pass."""
+"""Check that a framework's version and flags are compatible with fp8pass."""
 
 from __future__ import annotations
 

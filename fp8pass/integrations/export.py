@@ -149,8 +149,8 @@ def _tensors(
     stored = export_hub.as_stored(module, tensors) if export_hub.is_pretrained(module) else _apart(tensors)
     places = _places(module, [*matrices, *selection.kept], by_name)
     for path, matrix in matrices.items():
-        place, *others = places[path]
-        if others or stored.get(f"{place}.weight") is not matrix.x_q:
+        place, *more_places = places[path]
+        if more_places or stored.get(f"{place}.weight") is not matrix.x_q:
             raise Fp8Error(
                 f"transformers stores the weight of {path} in another form than the model has it, under "
                 f"{', '.join(places[path])}: leave it out with leave_out="
@@ -163,8 +163,8 @@ def _places(module: nn.Module, paths: Sequence[str], tensors: Mapping[str, Tenso
     """Return the names of modules in files, by their paths: several for experts, which files have apart."""
     places = {}
     for path in paths:
-        own = {name: x for name, x in tensors.items() if name.rpartition(".")[0] == path}
-        names = export_hub.names_as_stored(module, own) if export_hub.is_pretrained(module) else list(own)
+        of_layer = {name: x for name, x in tensors.items() if name.rpartition(".")[0] == path}
+        names = export_hub.names_as_stored(module, of_layer) if export_hub.is_pretrained(module) else list(of_layer)
         of_modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
         # readers that put experts into one module look for its path
         places[path] = list(of_modules) if len(of_modules) == 1 else [path, *of_modules]

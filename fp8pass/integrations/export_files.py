@@ -21,8 +21,8 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def bytes_of(size: Any) -> int:
     """Return a number of bytes: 5_000_000_000 for "5GB". Raises ValueError for other texts, and sizes below 1."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)?", str(size))
-    number = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)?", str(size))
+    number = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
     if number < 1:
         raise ValueError(f"max_shard_size is {size!r}: pass a number of bytes, or a text such as '5GB' or '500MB'")
     return number

@@ -24,10 +24,10 @@ COMPRESSED_TENSORS = "0.20.0"
 def is_in_blocks(recipes: Mapping[str, Recipe]) -> bool:
     """Return whether the layers' weights are in blocks. Raises Fp8Error if some are and others are not."""
     in_blocks = [path for path, recipe in recipes.items() if isinstance(recipe, BlockwiseScaling)]
-    others = [path for path in recipes if path not in in_blocks]
-    if in_blocks and others:
+    not_in_blocks = [path for path in recipes if path not in in_blocks]
+    if in_blocks and not_in_blocks:
         raise Fp8Error(
-            f"{in_blocks[0]} is scaled in blocks and {others[0]} is not: no format has both. Leave one kind out with "
+            f"{in_blocks[0]} is scaled in blocks and {not_in_blocks[0]} is not: no format has both. Leave one kind out "
             f"leave_out=, or pass one recipe"
         )
     return bool(in_blocks)
@@ -38,10 +38,10 @@ def scales_of(layer: Fp8Matrix, in_blocks: bool) -> dict[str, Tensor]:
     if in_blocks:
         return {"weight_scale_inv": layer.scale_inv}
     scale = layer.scale_inv.reshape(1) if layer.scale_inv.dim() == 0 else layer.scale_inv
-    found = {"weight_scale": scale}
+    scales = {"weight_scale": scale}
     if layer.input_scale_inv is not None:
-        found["input_scale"] = layer.input_scale_inv.reshape(1)
-    return found
+        scales["input_scale"] = layer.input_scale_inv.reshape(1)
+    return scales
 
 
 def config_in_blocks(kept: Sequence[str]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def config_compressed(recipes: Mapping[str, Recipe], kept: Sequence[str]) -> dic
     for name, recipe in recipes.items():
         schemes.setdefault(_scheme(recipe), []).append(name)
     targets = list(schemes.values()) if len(schemes) > 1 else [["Linear"]]
-    groups = [_group(*scheme, of) for scheme, of in zip(schemes, targets, strict=True)]
+    groups = [_group(*scheme, layers_of_scheme) for scheme, layers_of_scheme in zip(schemes, targets, strict=True)]
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

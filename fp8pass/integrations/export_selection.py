@@ -106,8 +106,8 @@ def select(module: nn.Module, recipe: Any, leave_out: Sequence[str], heads: Sequ
 def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with a matrix, or a batch of matrices, that they may multiply by: all but embeddings."""
     for name, layer in module.named_modules():
-        own = list(layer.parameters(recurse=False))
-        if any(p.dim() >= 2 for p in own) and not isinstance(layer, nn.Embedding):
+        parameters = list(layer.parameters(recurse=False))
+        if any(p.dim() >= 2 for p in parameters) and not isinstance(layer, nn.Embedding):
             yield without_wrappers(name), layer
 
 
@@ -187,8 +187,8 @@ def _why_not(
         return "it is the model's head, which vLLM and SGLang do not load in FP8"
     if not isinstance(recipe, EXPORTED):
         return f"recipe {recipe.name!r} has scales that neither format has a place for"
-    others = [f"{name} ({type(m).__name__})" for name, m in sharing if not _is_linear(m)]
-    return f"it shares its weight with {', '.join(others)}" if others else ""
+    not_linear = [f"{name} ({type(m).__name__})" for name, m in sharing if not _is_linear(m)]
+    return f"it shares its weight with {', '.join(not_linear)}" if not_linear else ""
 
 
 def _sharing(module: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:

@@ -20,7 +20,7 @@ from fp8pass.integrations.export_weights import Fp8Matrix, Scales, quantized
 from fp8pass.recipes import StaticScaling
 
 OPSET = 21
-"""The first version of ONNX's operators whose QuantizeLinear and DequantizeLinear take FP8 and scalar scales alike."""
+"""The first version of ONNX's operators whose QuantizeLinear and DequantizeLinear take both FP8 and scalar scales."""
 
 
 class _Quantized(nn.Module):
@@ -81,9 +81,9 @@ def export_onnx(
     if not isinstance(module, nn.Module):
         raise TypeError(f"export_onnx() takes a module or a compiled module, not {type(module).__name__}")
     selection = select(module, recipe, PATTERNS.take("leave_out", leave_out), ())
-    others = [path for path, layer in selection.layers.items() if not isinstance(layer.recipe, StaticScaling)]
-    if others or not selection.layers:
-        what = f"{others[0]} has other scales" if others else "no layer has any"
+    not_static = [path for path, layer in selection.layers.items() if not isinstance(layer.recipe, StaticScaling)]
+    if not_static or not selection.layers:
+        what = f"{not_static[0]} has other scales" if not_static else "no layer has any"
         raise Fp8Error(
             f"ONNX quantizes by static scales, and {what}: pass "
             "recipe=fp8pass.recipes.StaticScaling(fp8pass.calibrate(model, batches))"

@@ -1,4 +1,4 @@
-"""Copy somebody else's graph as a flat, functional graph of ATen ops, in which every node has its fake tensor."""
+"""Copy a user's graph as a flat, functional graph of ATen ops, in which every node has its fake tensor."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class _Attributes:
 
     def by_target(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return values, one for each name, by the targets of the graph's `get_attr`."""
-        of = dict(zip(self.names, values, strict=True))
-        return {target: of[first] for target, first in self._first.items()}
+        value_of = dict(zip(self.names, values, strict=True))
+        return {target: value_of[first] for target, first in self._first.items()}
 
 
 def attribute(module: fx.GraphModule, target: str) -> Any:
@@ -199,9 +199,9 @@ class _Interpreted(torch.nn.Module):
 
 def _find_values(module: fx.GraphModule, leaves: Sequence[Any]) -> None:
     """Compute the fake tensors of all nodes, in one mode."""
-    mode, of = FakeTensorMode(), _Attributes(module)
-    fakes, inputs = _fakes_of(mode, of.tensors), _fakes_of(mode, leaves)
-    run = _Values(module, of.by_target(fakes), keeps=True).run
+    mode, attributes = FakeTensorMode(), _Attributes(module)
+    fakes, inputs = _fakes_of(mode, attributes.tensors), _fakes_of(mode, leaves)
+    run = _Values(module, attributes.by_target(fakes), keeps=True).run
     with mode, torch.no_grad():
         _explained(lambda: run(*inputs, enable_io_processing=False))
 
@@ -215,9 +215,9 @@ def _traced(module: fx.GraphModule, leaves: Sequence[Any], mode: FakeTensorMode 
     fakes = [*_fakes_of(mode, attributes.tensors), *_fakes_of(mode, leaves)]
 
     def run(*values: Any) -> Any:
-        own = {f"module.{n}": x for n, x in zip(attributes.names, values, strict=False) if n in attributes.own}
+        tensors = {f"module.{n}": x for n, x in zip(attributes.names, values, strict=False) if n in attributes.own}
         inputs = (attributes.by_target(values[:count]), *values[count:])
-        return functional_call(_Interpreted(module), own, inputs, tie_weights=True)
+        return functional_call(_Interpreted(module), tensors, inputs, tie_weights=True)
 
     with mode, torch.no_grad(), preserve_node_meta():
         traced = _explained(lambda: make_fx(run)(*fakes))
@@ -258,7 +258,7 @@ def _with_attributes(module: fx.GraphModule, traced: fx.GraphModule, names: Sequ
 
 def _constants(traced: fx.GraphModule) -> dict[str, Any]:
     """Return what the traced graph reads by `get_attr`: constants, and the graphs of control flow."""
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     for node in traced.graph.find_nodes(op="get_attr"):
-        found[str(node.target)] = getattr(traced, str(node.target))
-    return found
+        constants[str(node.target)] = getattr(traced, str(node.target))
+    return constants

@@ -59,7 +59,7 @@ class RewriteState:
         """The names of the state inputs in order, which are also the order of the new values among the outputs."""
         suffixes = [f"_{i}" if i else "" for i in range(len(self._states))]
         parts = [STATE if state.table.remembers else ("scales",) for state in self._states]
-        return [part + suffix for of, suffix in zip(parts, suffixes, strict=True) for part in of]
+        return [part + suffix for inputs, suffix in zip(parts, suffixes, strict=True) for part in inputs]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -108,10 +108,10 @@ class RewriteState:
         """
         run = self.first if self.is_cold() else gm
         results = run(*pytree.tree_leaves(args), *self.tensors)
-        own = len(results) - len(self.names)
-        self.tensors = results[own:]
+        count = len(results) - len(self.names)
+        self.tensors = results[count:]
         self.steps += 1
-        return self._in_structure(results[:own])
+        return self._in_structure(results[:count])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as plain tensors, in the form of `fp8pass.state(model).state_dict()`."""

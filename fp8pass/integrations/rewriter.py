@@ -1,4 +1,4 @@
-"""`fp8pass.rewrite`: run the passes over a graph that somebody else has traced."""
+"""`fp8pass.rewrite`: run the passes over a graph that the user has traced."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_THE_COMPILER = {
     "epilogues": "kernels are the caller's choice",
     "merge_siblings": "layers of a traced graph are not merged",
 }
-"""Options that have no meaning for a graph whose compiler is somebody else, with the reason."""
+"""Options that have no meaning for a graph that another compiler compiles, with the reason."""
 
 
 def rewrite(
@@ -53,7 +53,7 @@ def rewrite(
     *,
     names: Mapping[str, str] | None = None,
 ) -> tuple[fx.GraphModule, RewriteState, Report]:
-    """Rewrite the matmuls of a graph that somebody else has traced to FP8, with its state as inputs and outputs.
+    """Rewrite the matmuls of a graph that the user has traced to FP8, with its state as inputs and outputs.
 
     In a graph of forward and backward (of `torch.autograd.grad` under `make_fx`, of `aot_export_joint_simple`), all
     three matmuls of a layer run in FP8, and delayed scaling records amaxes. A graph of a forward is for inference: it

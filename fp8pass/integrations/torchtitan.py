@@ -65,11 +65,11 @@ class Fp8Options(make_dataclass("_Options", map(_option, _OPTIONS), kw_only=True
 
     def config(self, amax_group: ProcessGroup | None = None) -> Config:
         """Return the options as a `Config`. Raises ValueError for an invalid value."""
-        return Config(amax_group=amax_group, **{of.name: getattr(self, of.name) for of in _OPTIONS})
+        return Config(amax_group=amax_group, **{option.name: getattr(self, option.name) for option in _OPTIONS})
 
     def to_dict(self) -> dict[str, str]:
         """Return the options as text, for torchtitan's logs of its config."""
-        return {of.name: str(getattr(self, of.name)) for of in _OPTIONS}
+        return {option.name: str(getattr(self, option.name)) for option in _OPTIONS}
 
 
 class Fp8Trainer(Trainer):  # type: ignore[misc]  # torchtitan has no types
@@ -126,11 +126,11 @@ def in_fp8(config: Trainer.Config, **options: Any) -> Fp8Trainer.Config:
             "its steps in another way: for this model call torch.compile yourself, or leave fp8pass out"
         )
     for name in options:
-        choose("fp8pass option", name, tuple(of.name for of in _OPTIONS))
+        choose("fp8pass option", name, tuple(option.name for option in _OPTIONS))
     fp8 = Fp8Options(**options)
     fp8.config()
-    found: Fp8Trainer.Config = derive(config, Fp8Trainer.Config, fp8=fp8)
-    return found
+    in_fp8_config: Fp8Trainer.Config = derive(config, Fp8Trainer.Config, fp8=fp8)
+    return in_fp8_config
 
 
 def check(config: Fp8Trainer.Config) -> None:
@@ -234,7 +234,7 @@ class _State(Stateful):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as plain tensors: those to fill if a checkpoint is being loaded."""
-        return self._expected or {name: x for of in self._of_parts for name, x in of.state_dict().items()}
+        return self._expected or {name: x for part in self._of_parts for name, x in part.state_dict().items()}
 
     def expect(self, metadata: Metadata) -> None:
         """Let the next `state_dict` return empty tensors for what a checkpoint has, of all stages of a pipeline."""

@@ -46,8 +46,8 @@ class Fp8Callback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return what goes into a checkpoint: see `ExportableState`."""
         tensors = state_of(self._model).state_dict() if self._model is not None else {}
-        found = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        text = base64.b64encode(save(found)).decode() if found else ""
+        on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        text = base64.b64encode(save(on_cpu)).decode() if on_cpu else ""
         return {"args": {}, "attributes": {STATE: text}}
 
     def on_train_begin(

@@ -3,16 +3,16 @@
 A first moment, which is a running mean of gradients, is stored in e4m3; a second moment, a running mean of their
 squares, as its square root in e5m2, e4m3 or float16. The scales are powers of two, one for a tensor or for a block of
 its elements. The compiled update reads and writes the stored tensors (`read_moments.py`, `write_moments.py`). In
-`optimizer.state` an `Fp8Moment` replaces the plain tensor; ops that read it get the dequantized moment. Of a moment
-that is divided among ranks, each rank stores its part, with scales of its own: a DTensor whose part is an `Fp8Moment`.
+`optimizer.state` an `Fp8Moment` replaces the plain tensor; ops that read it get the dequantized moment. If a moment is
+sharded, each rank stores its shard with its own scales: a DTensor whose local tensor is an `Fp8Moment`.
 
 A tensor's scale in a step is computed from its largest value of the step before, with room to grow, so that an update
-takes one pass. A block is small enough for a kernel to hold it, so its scale is of its own largest value, and nothing
-saturates. State dicts hold plain tensors with exactly the stored values, which load into any optimizer.
+takes one pass. A block is small enough for a kernel to hold it, so its scale comes from its own largest value, and
+nothing saturates. State dicts hold plain tensors with exactly the stored values, which load into any optimizer.
 
-An update changes a second moment by a thousandth. To nearest, 8 bits would never change. So they are rounded up or down
-by chance, such that the mean of the moment (not of its root) is the exact one: means of moments then follow the moments
-that float32 would hold.
+An update changes a second moment by a thousandth. Rounded to nearest, 8 bits would never change. So they are rounded
+stochastically, such that the mean of the moment (not of its root) is the exact one: means of moments then follow the
+moments that float32 would hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Moments(Checked):
     """How `train_step(optimizer_state=...)` stores an optimizer's moments: `"fp8"` is `Moments()`.
 
     Raises:
-        ValueError: If a field or a value is unknown, or `expand` or float16 do not go with `block`.
+        ValueError: If a field or a value is unknown, or `expand` or float16 is incompatible with `block`.
     """
 
     second: str = field(default="e5m2", metadata=names(*_DTYPES).field)
@@ -137,40 +137,42 @@ def _rooted(x: Tensor, power: Tensor | None) -> Tensor:
     return x
 
 
-def encode(of: Format, x: Tensor, scale: Tensor, power: Tensor | None = None, key: Key | None = None) -> Tensor:
+def encode(stored_as: Format, x: Tensor, scale: Tensor, power: Tensor | None = None, key: Key | None = None) -> Tensor:
     """Convert a moment to be stored: `(x * scale) ** power`, of a second moment `(sqrt(x) * scale) ** power`.
 
     x: floating; scale, power: f32, which broadcast. key: for stochastic rounding; without it, to nearest.
     Saturates; NaN stays NaN. With stochastic rounding a second moment above 0 is never stored as 0, which it is
     divided by.
     """
-    if not of.stochastic:
-        if of.kind == "first":
-            return scaling.quantize(x, scale, of.dtype)
+    if not stored_as.stochastic:
+        if stored_as.kind == "first":
+            return scaling.quantize(x, scale, stored_as.dtype)
         # the cast alone would make infinity of values above the limit
-        return (x.float().sqrt() * scale).clamp(max=of.limit).to(of.dtype)
-    return encode_exactly(of, x, scale, power, key).to(of.dtype)
+        return (x.float().sqrt() * scale).clamp(max=stored_as.limit).to(stored_as.dtype)
+    return encode_exactly(stored_as, x, scale, power, key).to(stored_as.dtype)
 
 
-def encode_exactly(of: Format, x: Tensor, scale: Tensor, power: Tensor | None, key: Key | None) -> Tensor:
+def encode_exactly(stored_as: Format, x: Tensor, scale: Tensor, power: Tensor | None, key: Key | None) -> Tensor:
     """Return the values that `encode` stores, as f32: the cast to the format's dtype changes none of them."""
     x = x.float()
-    scaled = (x.abs() if of.kind == "first" else x.sqrt()) * scale
-    code = _raised(scaled, power).clamp(max=of.limit)
-    low, step = _grid(code, of.dtype)
+    scaled = (x.abs() if stored_as.kind == "first" else x.sqrt()) * scale
+    code = _raised(scaled, power).clamp(max=stored_as.limit)
+    low, step = _grid(code, stored_as.dtype)
 
     def value(stored: Tensor) -> Tensor:
         root = _rooted(stored, power)
-        return root if of.kind == "first" else root * root
+        return root if stored_as.kind == "first" else root * root
 
     down, up = value(low), value(low + step)
     chance = 0.5 if key is None else uniform(bits_like(x, key))
-    wanted = scaled if of.kind == "first" else scaled * scaled
-    stored = torch.where(chance * (up - down) < wanted - down, low + step, low).clamp(max=of.limit)
-    if of.kind == "first":
+    wanted = scaled if stored_as.kind == "first" else scaled * scaled
+    stored = torch.where(chance * (up - down) < wanted - down, low + step, low).clamp(max=stored_as.limit)
+    if stored_as.kind == "first":
         return torch.where(x < 0, -stored, stored)
     return torch.where(
-        x > 0, stored.clamp(min=torch.finfo(of.dtype).smallest_normal * 2.0 ** -_MANTISSA_BITS[of.dtype]), stored
+        x > 0,
+        stored.clamp(min=torch.finfo(stored_as.dtype).smallest_normal * 2.0 ** -_MANTISSA_BITS[stored_as.dtype]),
+        stored,
     )
 
 
@@ -188,14 +190,16 @@ def _grid(code: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return low, torch.where(is_normal, exponent * 2.0**-kept, least)
 
 
-def decode(of: Format, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype, power: Tensor | None = None) -> Tensor:
+def decode(
+    stored_as: Format, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype, power: Tensor | None = None
+) -> Tensor:
     """Return the moment that was stored, rounded once to `dtype`. scale_inv, power: f32, which broadcast."""
     x = x_q.float()
     if power is not None:
         root = _rooted(x.abs(), power)
         x = torch.where(x < 0, -root, root)
     x = x * scale_inv
-    x = x if of.kind == "first" else x.square()
+    x = x if stored_as.kind == "first" else x.square()
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -208,61 +212,61 @@ def amax_of(x_q: Tensor, scale_inv: Tensor) -> Tensor:
 # Blocks
 
 
-def decode_blocks(of: Format, x_q: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_blocks(stored_as: Format, x_q: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the moment that was stored in blocks. blocks: see `Fp8Moment`."""
-    assert of.block is not None
-    scale_inv, power = blocks[0].unsqueeze(1), blocks[1].unsqueeze(1) if of.expands else None
-    return decode(of, x_q.view(-1, of.block), scale_inv, dtype, power).view(x_q.shape)
+    assert stored_as.block is not None
+    scale_inv, power = blocks[0].unsqueeze(1), blocks[1].unsqueeze(1) if stored_as.expands else None
+    return decode(stored_as, x_q.view(-1, stored_as.block), scale_inv, dtype, power).view(x_q.shape)
 
 
-def encode_blocks(of: Format, x: Tensor, key: Key | None) -> tuple[Tensor, Tensor]:
+def encode_blocks(stored_as: Format, x: Tensor, key: Key | None) -> tuple[Tensor, Tensor]:
     """Return the stored values of `x`, as f32 in its shape, and its `blocks` (see `Fp8Moment`)."""
-    assert of.block is not None
-    rows = x.float().view(-1, of.block)
-    root = rows.abs() if of.kind == "first" else rows.sqrt()
+    assert stored_as.block is not None
+    rows = x.float().view(-1, stored_as.block)
+    root = rows.abs() if stored_as.kind == "first" else rows.sqrt()
     amax = root.amax(1, keepdim=True)
-    power = _power_for(of, root, amax) if of.expands else None
-    return _encoded_blocks(of, rows, amax, power, key, x.shape)
+    power = _power_for(stored_as, root, amax) if stored_as.expands else None
+    return _encoded_blocks(stored_as, rows, amax, power, key, x.shape)
 
 
 def _encoded_blocks(
-    of: Format, rows: Tensor, amax: Tensor, power: Tensor | None, key: Key | None, shape: torch.Size
+    stored_as: Format, rows: Tensor, amax: Tensor, power: Tensor | None, key: Key | None, shape: torch.Size
 ) -> tuple[Tensor, Tensor]:
-    scale = scale_towards(_limit_before(of, power), amax, 1.0)
-    stored = encode_exactly(of, rows, scale, power, key)
+    scale = scale_towards(_limit_before(stored_as, power), amax, 1.0)
+    stored = encode_exactly(stored_as, rows, scale, power, key)
     numbers = [scale.reciprocal()] if power is None else [scale.reciprocal(), power]
     return stored.view(shape), torch.cat(numbers, 1).t()
 
 
-def _limit_before(of: Format, power: Tensor | None) -> Tensor | float:
+def _limit_before(stored_as: Format, power: Tensor | None) -> Tensor | float:
     """Return the value whose power is the largest stored one, and a little more, for roots that are rounded up."""
     if power is None:
-        return of.limit
-    return _rooted(torch.full_like(power, of.limit), power) * (1 + 2.0**-20)
+        return stored_as.limit
+    return _rooted(torch.full_like(power, stored_as.limit), power) * (1 + 2.0**-20)
 
 
-def _power_for(of: Format, root: Tensor, amax: Tensor) -> Tensor:
+def _power_for(stored_as: Format, root: Tensor, amax: Tensor) -> Tensor:
     """Return for each block the largest power with which its smallest value above 0 is at least FP8's."""
     least = torch.where(root > 0, root, torch.inf).amin(1, keepdim=True)
-    smallest = torch.finfo(of.dtype).smallest_normal * 2.0 ** -_MANTISSA_BITS[of.dtype]
+    smallest = torch.finfo(stored_as.dtype).smallest_normal * 2.0 ** -_MANTISSA_BITS[stored_as.dtype]
     chosen = torch.ones_like(amax)
     for k in POWERS[1:]:
         power = torch.full_like(amax, k)
-        scale = scale_towards(_limit_before(of, power), amax, 1.0)
+        scale = scale_towards(_limit_before(stored_as, power), amax, 1.0)
         chosen = torch.where(least * scale >= smallest ** (1 / k), power, chosen)
     return chosen
 
 
-def _blocks_of(of: Format, x: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks_of(stored_as: Format, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `encode_blocks` does, to nearest, but exactly for values that were stored with some powers before."""
-    stored, blocks = encode_blocks(of, x, None)
-    if not of.expands:
+    stored, blocks = encode_blocks(stored_as, x, None)
+    if not stored_as.expands:
         return stored, blocks
-    rows, is_exact = x.float().view(-1, of.block or 0), None
-    amax = (rows.abs() if of.kind == "first" else rows.sqrt()).amax(1, keepdim=True)
+    rows, is_exact = x.float().view(-1, stored_as.block or 0), None
+    amax = (rows.abs() if stored_as.kind == "first" else rows.sqrt()).amax(1, keepdim=True)
     for k in POWERS:
-        tried, of_tried = _encoded_blocks(of, rows, amax, torch.full_like(amax, k), None, x.shape)
-        hits = (decode_blocks(of, tried, of_tried, torch.float32).view_as(rows) == rows).all(1)
+        tried, of_tried = _encoded_blocks(stored_as, rows, amax, torch.full_like(amax, k), None, x.shape)
+        hits = (decode_blocks(stored_as, tried, of_tried, torch.float32).view_as(rows) == rows).all(1)
         new = hits if is_exact is None else hits & ~is_exact
         stored = torch.where(new.unsqueeze(1), tried.view_as(rows), stored.view_as(rows)).view(x.shape)
         blocks = torch.where(new, of_tried, blocks)
@@ -356,9 +360,9 @@ class Fp8Moment(torch.Tensor):
         return inner, (self.column, self.stored_as, self.dtype, self.seed)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], of: tuple[Any, ...], *_: Any) -> Fp8Moment:
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: tuple[Any, ...], *_: Any) -> Fp8Moment:
         """Return the moment of these inner tensors and fields."""
-        column, stored_as, dtype, seed = of
+        column, stored_as, dtype, seed = context
         return Fp8Moment(inner["x_q"], inner["moment_scales"], column, stored_as, dtype, inner.get("blocks"), seed)
 
     @classmethod
@@ -431,8 +435,8 @@ def _plain(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         return x if (moment := moment_of(x)) is None else with_part(x, moment.value())
 
     states = {
-        key: {n: value(x) for n, x in of.items()} if isinstance(of, dict) else of
-        for key, of in state_dict["state"].items()
+        key: {n: value(x) for n, x in entries.items()} if isinstance(entries, dict) else entries
+        for key, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": states}
 

@@ -110,7 +110,7 @@ def merge(numerics: Tensor, new: Tensor) -> Tensor:
     safe = torch.where(unit > 0, unit, 1.0)
     moments = []
     for i, power in enumerate(POWERS):
-        before, now = (of[..., end + i] * (of[..., MAXIMA - 1] / safe) ** power for of in (numerics, new))
+        before, now = (counts[..., end + i] * (counts[..., MAXIMA - 1] / safe) ** power for counts in (numerics, new))
         moments.append(before + now)
     return torch.cat([maxima, sums, torch.stack(moments, -1)], -1)
 
@@ -135,9 +135,9 @@ RECORD_NUMERICS = torch.ops.fp8pass.record_numerics.default
 
 
 def _record(x: Tensor, quantizer: Any, numerics: Tensor, index: int, *state: Tensor) -> None:
-    of = ops.inputs_of(quantizer, state)
-    requantized = quantizer.is_requantized(x, *of) if isinstance(quantizer, ops.Delayed) else None
-    x, scale = quantizer.scaled(x, *of)
+    inputs = ops.inputs_of(quantizer, state)
+    requantized = quantizer.is_requantized(x, *inputs) if isinstance(quantizer, ops.Delayed) else None
+    x, scale = quantizer.scaled(x, *inputs)
     new = numerics_of(x, scale, scaling.quantize(x, scale, quantizer.dtype), requantized)
     numerics.copy_(record_numerics(numerics, new, index))
 

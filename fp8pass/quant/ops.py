@@ -145,8 +145,8 @@ class Delayed:
         if not self.recipe.requantizes:
             return scale
         amax = _amax_of_whole(x, self.over) if amax is None else amax
-        own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
-        return torch.where(self._saturates(x, scale), own, scale)
+        dynamic = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+        return torch.where(self._saturates(x, scale), dynamic, scale)
 
     def is_requantized(self, x: Tensor, scales: Tensor, *_: Tensor) -> Tensor | None:
         """Return whether `x` is quantized by its own amax because its delayed scale saturates, b8[]; None for never."""
@@ -158,7 +158,7 @@ class Delayed:
             return torch.zeros((), dtype=torch.bool, device=x.device)
         # rows first, as in `scaling.amax`
         count: Tensor = SATURATED(x, scale, self.dtype).sum(-1).sum()
-        if self.over:  # the largest share of a rank's part, so that all ranks decide alike
+        if self.over:  # the largest share of a rank's part, so that all ranks decide the same
             count = amax_over(count / max(x.numel(), 1), self.over)
             return count > self.recipe.saturation_threshold
         return count > self.recipe.saturation_threshold * x.numel()
@@ -167,8 +167,8 @@ class Delayed:
         scale = scales[self.slot]
         if self.bootstrap:
             amax = _amax_of_whole(x, self.over)
-            own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
-            scale = torch.where(scale == 0, own, scale)
+            dynamic = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+            scale = torch.where(scale == 0, dynamic, scale)
         return scale
 
 
@@ -583,9 +583,11 @@ class _SelectGradients(torch.autograd.Function):
         (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
         needed = ctx.needs_input_grad[1:3]
         quantizers = [q for q, n in zip((quantizer_a, quantizer_b), needed, strict=True) if n and q is not None]
-        # by quantizer: if both gradients are quantized alike, they share one quantized tensor
-        found = {q: quantized(grad, q, *inputs_of(q, state)) for q in quantizers}
-        routed = (found.get(q, grad) if n else None for q, n in zip((quantizer_a, quantizer_b), needed, strict=True))
+        # by quantizer: if both gradients have equal quantizers, they share one quantized tensor
+        gradients = {q: quantized(grad, q, *inputs_of(q, state)) for q in quantizers}
+        routed = (
+            gradients.get(q, grad) if n else None for q, n in zip((quantizer_a, quantizer_b), needed, strict=True)
+        )
         return None, *routed, *[None] * len(ctx.how)
 
 
@@ -753,7 +755,7 @@ def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor,
     """Return `scales` f32[W] with those at `indices` computed from what the weights can become in an update.
 
     weight_copy_scales: f32[2, W], whose second row has the amaxes before the update. bounds: f32[3, n], for each index
-    the numbers of `weight_bounds.Bound`; infinite ones keep the scale. The scale is `fp8_max / (grows * amax + moves)`.
+    the fields of `weight_bounds.Bound`; infinite ones keep the scale. The scale is `fp8_max / (grows * amax + moves)`.
     """
     amax = torch.stack([weight_copy_scales[1, i] for i in indices])
     kept = torch.stack([scales[i] for i in indices])
@@ -779,7 +781,7 @@ def write_weight(
     """Quantize a weight, which is `parts` concatenated along dim 0, into its FP8 copy, in place. Return its amax f32[].
 
     scales: f32[W], the weight's scale at `index`. copies: f8[n, K] for each part. transposes: f8[K, n] for each, or [].
-    Of a DTensor, the copies and the amax are those of what this rank has.
+    For a DTensor, the copies and the amax are those of this rank's shard.
     """
     amaxes = []
     for i, part in enumerate(map(part_of, parts)):
@@ -877,8 +879,8 @@ def write_moment(
 ) -> Tensor:
     """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]; return the amax f32[] of stored values.
 
-    Of a DTensor, this rank's part is stored. keys: see `random_bits.key_at`, for stochastic rounding. A moment in
-    `blocks` has scales of its own, which are written too, unless `skipped` b8[]; its amax is returned as 0.
+    For a DTensor, this rank's shard is stored. keys: see `random_bits.key_at`, for stochastic rounding. A moment in
+    `blocks` has its own scales, which are written too, unless `skipped` b8[]; its amax is returned as 0.
     """
     x, scale = part_of(x).float(), scales[index]
     key = None if keys is None else random_bits.key_at(keys, index)

@@ -134,8 +134,8 @@ class GradientExchange:
         sent = self.packed(parts, *self.own_scale(parts))
         message = sent.flatten()
         for group in reversed(groups.stages):  # from other nodes first: then each rank of a node has another part
-            message, mine = message.new_empty(group.size() * len(message)), message
-            all_gather_single(message, mine, group=group)
+            message, own_message = message.new_empty(group.size() * len(message)), message
+            all_gather_single(message, own_message, group=group)
         if len(groups.stages) == 2:
             near, far = (group.size() for group in groups.stages)
             message = message.view(near, far, -1).transpose(0, 1)

@@ -123,23 +123,23 @@ class Drawing:
     def finish(self, gemms: Sequence[Gemm]) -> list[Picture]:
         """Set each matmul's position in `gemms`, and return the pictures."""
         position = {id(g): i for i, g in enumerate(gemms)}
-        for _, op, of in self._named:
-            op.gemms = _positions(of, position)
+        for _, op, read_gemms in self._named:
+            op.gemms = _positions(read_gemms, position)
         self._find_replaced(position)
         self._find_users()
         return sorted(self.pictures, key=lambda p: (p.number, _PARTS.index(p.part)))
 
-    def replace_verdicts(self, found: Sequence[Gemm], known: Sequence[Gemm]) -> None:
+    def replace_verdicts(self, new: Sequence[Gemm], old: Sequence[Gemm]) -> None:
         """Replace verdicts that were found while drawing by those that another compilation has found before."""
         left: dict[Hashable, list[Gemm]] = {}
-        for gemm in known:
+        for gemm in old:
             left.setdefault((gemm.kind, gemm.choice, gemm.source, _sizes_of(gemm)), []).append(gemm)
-        same = {id(g): left[key].pop(0) for g in found if left.get(key := (g.kind, g.choice, g.source, _sizes_of(g)))}
+        same = {id(g): left[key].pop(0) for g in new if left.get(key := (g.kind, g.choice, g.source, _sizes_of(g)))}
 
-        def known_as(of: Sequence[Gemm]) -> list[Gemm]:
-            return [same.get(id(gemm), gemm) for gemm in of]
+        def known_as(gemms: Sequence[Gemm]) -> list[Gemm]:
+            return [same.get(id(gemm), gemm) for gemm in gemms]
 
-        self._named = [(place, op, known_as(of)) for place, op, of in self._named]
+        self._named = [(place, op, known_as(gemms)) for place, op, gemms in self._named]
         self._of_number = {number: [*map(known_as, all_of)] for number, all_of in self._of_number.items()}
 
     def _find_replaced(self, position: Mapping[int, int]) -> None:

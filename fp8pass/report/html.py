@@ -28,8 +28,8 @@ def page(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) ->
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     parts = {"<!--summary-->": html.escape(report.summary()), "/*data*/": script_safe(data)}
     for marker, text in parts.items():
-        head, found, tail = template.partition(marker)
-        assert found, marker
+        head, separator, tail = template.partition(marker)
+        assert separator, marker
         template = head + text + tail
     return template
 

@@ -173,9 +173,9 @@ def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
     """
     said, number = why_compiled_again(), str(CompileContext.current_compile_id())
     # Dynamo's message begins with the id of the compilation whose guard failed: "0/0: x.size()[0] == 4".
-    known = said.partition(": ")[0] in earlier
+    is_known = said.partition(": ")[0] in earlier
     earlier.add(number)
-    if not known:
+    if not is_known:
         return None
     first = next((n for n in module.graph.nodes if n.op == "call_function" and n.stack_trace), None)
     name = frame_of(module)[0] or "a frame"
@@ -191,8 +191,8 @@ def _guard(said: str) -> str:
 def last_line(stack: Any) -> str:
     """Return the user's innermost line of a stack, as "file.py:12"; "?" if the stack is empty."""
     # Dynamo's stacks of a break go through torch's files too, such as an optimizer's.
-    own = [f for f in stack if is_users_file(f.filename)] or list(stack)
-    return location_of(own[-1].filename, own[-1].lineno) if own else "?"
+    users = [f for f in stack if is_users_file(f.filename)] or list(stack)
+    return location_of(users[-1].filename, users[-1].lineno) if users else "?"
 
 
 def reason_of(why: Any) -> str:
@@ -311,8 +311,8 @@ class Report:
         plain = asdict(replace(self, pictures=[], timings=[]))
         del plain["pictures"], plain["timings"]
         sums = {"flops": self.flops, "fp8_flops": self.fp8_flops, "all_flops": self.all_flops}
-        found: dict[str, Any] = _plain({**plain, **sums})
-        return found
+        plain_dict: dict[str, Any] = _plain({**plain, **sums})
+        return plain_dict
 
     def to_html(self, path: str | Path, numerics: _Rows | Sequence[Mapping[str, Any]] | None = None) -> Path:
         """Write the report as one page that needs no network: summary, table, graphs, kernels.
@@ -417,9 +417,9 @@ def predicted_gain(g: Gemm) -> str:
 def _plain(value: Any) -> Any:
     """Return a value with the expressions in it as text."""
     if isinstance(value, dict):
-        return {key: _plain(of) for key, of in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(of) for of in value] if isinstance(value, list) else tuple(map(_plain, value))
+        return [_plain(entry) for entry in value] if isinstance(value, list) else tuple(map(_plain, value))
     return str(value) if isinstance(value, sympy.Basic) else value
 
 
@@ -431,7 +431,7 @@ _judges: ContextVar[bool] = ContextVar("fp8pass_judges", default=False)
 def collect(judges: bool = False) -> Iterator[Report]:
     """Collect the verdicts of all graphs compiled in this context in a Report; at the end, add them to an outer one.
 
-    judges: True if the caller warns of what does not run in FP8, which single graphs then do not.
+    judges: True if the caller warns of matmuls that do not run in FP8, instead of the compilation of each graph.
     """
     report = Report()
     token, judging = _collector.set(report), _judges.set(judges or _judges.get())
@@ -445,7 +445,7 @@ def collect(judges: bool = False) -> Iterator[Report]:
 
 
 def are_judged() -> bool:
-    """Return whether the verdicts of graphs that are compiled now are judged together, later."""
+    """Return whether the verdicts of graphs that are compiled now are checked together, later."""
     return _judges.get()
 
 

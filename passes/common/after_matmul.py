@@ -79,11 +79,11 @@ class Products:
             # a reshape is computed in the shape of what it reads; a tensor that is read as it is stands for both
             computes = first(reader) if reader.target in RESHAPES and reader is not node else reader
             leading = val(computes).shape[:-1]
-            alike = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
-            if not apart or not alike:
+            is_apart_only = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
+            if not apart or not is_apart_only:
                 return None
             layout = (hint_of(self.m), shape[-1]), (strides[-2], strides[-1])
-        return layout if all(isinstance(x, int) for of in layout for x in of) else None
+        return layout if all(isinstance(x, int) for sizes_of_part in layout for x in sizes_of_part) else None
 
     def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
         """Return a tensor as `layout` describes it."""
@@ -212,9 +212,9 @@ class TileEpilogue:
         x = through(x, RESHAPES) if x not in computed else x
         if x in computed:
             return [x]
-        of: list[fx.Node] = x.args[0] if x.target is aten.cat.default else []  # type: ignore[assignment]
-        last = bool(of) and (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
-        return list(of) if last and all(p in computed for p in of) else []
+        joined: list[fx.Node] = x.args[0] if x.target is aten.cat.default else []  # type: ignore[assignment]
+        last = bool(joined) and (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
+        return list(joined) if last and all(p in computed for p in joined) else []
 
     def is_turned(self, t: Transposed) -> bool:
         """Return whether a copy turns the kernel's matrix around, and not another one, as a flattened one."""
@@ -282,8 +282,8 @@ def _is_known(scale: object, matmul: fx.Node) -> bool:
 
 def _computing(e: TileEpilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """Return the ops of the kernel that compute these nodes."""
-    known = {*e.after, *e.nodes}
-    return reach(ends, lambda n: (i for i in n.all_input_nodes if i in known))
+    inside = {*e.after, *e.nodes}
+    return reach(ends, lambda n: (i for i in n.all_input_nodes if i in inside))
 
 
 def _saves_reads(e: TileEpilogue) -> bool:
@@ -314,8 +314,8 @@ def _elementwise_after(products: Products) -> dict[fx.Node, None]:
         if node in met or node in inside:
             continue
         met.add(node)
-        others = (i for i in node.all_input_nodes if i not in inside)
-        if products.fits(node) and not any(depends(i, products.matmul) for i in others):
+        outside = (i for i in node.all_input_nodes if i not in inside)
+        if products.fits(node) and not any(depends(i, products.matmul) for i in outside):
             inside[node] = None
             for user in node.users:
                 heapq.heappush(todo, user)
@@ -379,16 +379,18 @@ def _kept(e: TileEpilogue) -> fx.Node | None:
 
     That is the last one from which everything can be computed that is read; often the matmul's result.
     """
-    parts, known = e.products.parts, {*e.products.parts, *e.nodes}
-    of_products = reach(parts, lambda n: (u for u in n.users if u in known))
+    parts, computed = e.products.parts, {*e.products.parts, *e.nodes}
+    of_products = reach(parts, lambda n: (u for u in n.users if u in computed))
     closed = e.closed()
     left = [n for n in dict.fromkeys([*of_products, e.matmul]) if not closed.issuperset(n.users)]
     if not left:
         return None
 
     def holds_all(kept: fx.Node) -> bool:
-        others = [n for n in left if n is not kept]
-        met = reach(others, lambda n: (i for i in n.all_input_nodes if i in of_products), lambda n: n is not kept)
+        read_elsewhere = [n for n in left if n is not kept]
+        met = reach(
+            read_elsewhere, lambda n: (i for i in n.all_input_nodes if i in of_products), lambda n: n is not kept
+        )
         return not any(part in met for part in (*parts, e.matmul)) and (kept in met or kept in left)
 
     narrow = (n for n in reversed(e.nodes) if n in of_products and val(n).element_size() == 2)

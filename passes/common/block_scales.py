@@ -42,7 +42,7 @@ class BlockScales:
 
     @property
     def is_moved(self) -> bool:
-        """True if a kernel writes the numbers of neighbouring blocks side by side, and the graph has them apart."""
+        """True if a kernel stores the scales of neighbouring blocks side by side, and the graph does not."""
         return self.is_turned != (self.rows == 1)
 
     def module(self) -> fx.GraphModule:
@@ -112,8 +112,8 @@ def _matrix(view: fx.Node) -> tuple[fx.Node | None, bool]:
         else:
             break
         matrix = x if val(x).shape[-1:] == (columns,) else matrix
-    known = matrix is not None and all(isinstance(size, int) for size in val(matrix).shape)
-    return (matrix, is_turned) if known else (None, False)
+    is_static = matrix is not None and all(isinstance(size, int) for size in val(matrix).shape)
+    return (matrix, is_turned) if is_static else (None, False)
 
 
 def _transposes(permute: fx.Node, rows: int) -> bool:
@@ -139,11 +139,11 @@ def _numbers(amax: fx.Node) -> Iterator[fx.Node]:
     """Yield the elementwise ops on the amaxes, and on constants, in the graph's order."""
     inside = {amax}
     for node in sorted(reach([amax], lambda n: n.users, lambda n: _has_shape(n, amax))):
-        others = (n for n in node.all_input_nodes if n not in inside)
-        if _has_shape(node, amax) and _is_on_numbers(node) and all(n.target in CONSTANTS for n in others):
+        outside = (n for n in node.all_input_nodes if n not in inside)
+        if _has_shape(node, amax) and _is_on_numbers(node) and all(n.target in CONSTANTS for n in outside):
             inside.add(node)
             yield node
 
 
-def _has_shape(node: fx.Node, of: fx.Node) -> bool:
-    return is_tensor(node) and val(node).shape == val(of).shape
+def _has_shape(node: fx.Node, other: fx.Node) -> bool:
+    return is_tensor(node) and val(node).shape == val(other).shape

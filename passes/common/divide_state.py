@@ -59,8 +59,8 @@ class StateDivision:
         self._dim = dim
         self._segments = list[_Segment]()
         for (kind, piece), entries in groupby(range(len(rows)), key=rows.__getitem__):
-            found = list(entries)
-            self._segments.append(_Segment(kind, piece, found[0], len(found)))
+            indices = list(entries)
+            self._segments.append(_Segment(kind, piece, indices[0], len(indices)))
         self._first = {(s.kind, s.piece): s.first for s in self._segments}
         self._first_of_kind = {s.kind: s.first for s in reversed(self._segments)}
         # a piece's entries lie together unless a pass has moved its calls among those of others
@@ -69,8 +69,8 @@ class StateDivision:
 
     def first(self, kind: SlotKind, piece: PieceNumber) -> tuple[int, int]:
         """Return the positions of the first entry of a piece: in tensors with entries of all kinds, and of one kind."""
-        own = self._first[kind, piece]
-        return (own, own) if self.is_divided else (0, self._first_of_kind[kind])
+        first_of_piece = self._first[kind, piece]
+        return (first_of_piece, first_of_piece) if self.is_divided else (0, self._first_of_kind[kind])
 
     def scales_of(self, kind: SlotKind, name: str) -> str:
         """Return the name under which a piece finds its scales in the result of `divide`. name: of all scales."""

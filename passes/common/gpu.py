@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that a kernel is generated for. capability: 90 for sm_90, say. shared_memory: bytes for one block."""
+    """The GPU that a kernel is generated for. capability: 90 for sm_90, for example. shared_memory: bytes per block."""
 
     capability: int
     multiprocessors: int
@@ -18,7 +18,7 @@ class Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return what the device has."""
-    found: Any = torch.cuda.get_device_properties(device)
-    capability = 10 * found.major + found.minor
-    return Gpu(capability, found.multi_processor_count, found.shared_memory_per_block_optin)
+    """Return the properties of a CUDA device that decide which kernels fit."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return Gpu(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)

@@ -98,13 +98,13 @@ def module_of(e: TileEpilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]
     for node in e.nodes:
         made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
 
-    def result(of: fx.Node, q: fx.Node | None) -> fx.Node:
+    def result(computed: fx.Node, q: fx.Node | None) -> fx.Node:
         if q is None:
-            return made[of]
-        wide = graph.call_function(prims.convert_element_type.default, (made[of], torch.float32))
+            return made[computed]
+        wide = graph.call_function(prims.convert_element_type.default, (made[computed], torch.float32))
         return graph.call_function(aten.mul.Tensor, (wide, made[as_node(q.args[1])]))
 
-    graph.output(tuple(result(of, q) for of, q in results))
+    graph.output(tuple(result(computed, q) for computed, q in results))
     return fx.GraphModule({}, graph)
 
 
@@ -160,7 +160,7 @@ def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
 
 
 def _numbers(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
-    """Emit the numbers of blocks in the order that they had; what read a copy in the kernel's reads the kernel's."""
+    """Emit the blocks' scales in their order in the graph; readers of a copy in the kernel's order get its output."""
     assert o.blocks is not None
     if not o.blocks.is_moved:
         return made

@@ -139,9 +139,9 @@ def _attribute(node: fx.Node) -> float | None:
 
 def one_number(x: Any) -> Any:
     """Return the number or one-element tensor that equals every element of `x`; None if none is known."""
-    known = constant(x)
-    if known is not None:
-        return known
+    number = constant(x)
+    if number is not None:
+        return number
     while is_tensor(x) and x.target is aten.expand.default and not has_one_element(x):
         x = x.args[0]
     return x if is_tensor(x) and has_one_element(x) else None

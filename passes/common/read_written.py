@@ -44,8 +44,10 @@ def match(write: fx.Node) -> list[fx.Node]:
         return []
     users = [u for x in _same(write) for u in x.users]
     made_of = {q: set(reach([as_node(q.args[1])], lambda n: n.all_input_nodes)) for q in users if q.target is QUANTIZE}
-    waiting = {q: of for q, of in made_of.items() if as_node(write.args[1]) in of}
-    amaxes = [u for q, of in waiting.items() if not has_one_element(as_node(q.args[1])) for u in users if u in of]
+    waiting = {q: makers for q, makers in made_of.items() if as_node(write.args[1]) in makers}
+    amaxes = [
+        u for q, makers in waiting.items() if not has_one_element(as_node(q.args[1])) for u in users if u in makers
+    ]
     readers = list(dict.fromkeys(u for u in (*amaxes, *waiting) if u.target is not ROUNDED))
     return readers if all(_is_computed(n) or write < n for n in _chain(readers)) else []
 

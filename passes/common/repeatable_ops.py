@@ -53,8 +53,8 @@ def _can_be_called(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     if not is_plain(value) or not value.requires_grad or any(map(depends_on_data, value.shape)):
         return False  # a size that depends on data would get another symbol
-    known = all("example_value" in n.meta for n in node.all_input_nodes)
-    return known and not mutates(node) and _is_torchs(node)
+    has_values = all("example_value" in n.meta for n in node.all_input_nodes)
+    return has_values and not mutates(node) and _is_torchs(node)
 
 
 def _is_torchs(node: fx.Node) -> bool:

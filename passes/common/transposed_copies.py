@@ -190,8 +190,8 @@ def of_amax(node: fx.Node) -> fx.Node:
 
 def is_amax_made_of(node: fx.Node, x: fx.Node) -> bool:
     """Return whether `node` is the amax of `x`, or of a tensor that is computed from it elementwise."""
-    of = of_amax(node)
-    return of is x or x in sources(of, lambda n: n is not x and is_elementwise(n))
+    measured = of_amax(node)
+    return measured is x or x in sources(measured, lambda n: n is not x and is_elementwise(n))
 
 
 def is_made_of(scale: fx.Node, amax: fx.Node) -> bool:
@@ -223,8 +223,8 @@ def cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
         return [], 0
     parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
     dim: int = x.args[1] if len(x.args) > 1 else 0  # type: ignore[assignment]
-    alike = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
-    return (parts, dim % val(x).dim()) if alike else ([], 0)
+    is_plain = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
+    return (parts, dim % val(x).dim()) if is_plain else ([], 0)
 
 
 def is_pile(x: fx.Node) -> bool:

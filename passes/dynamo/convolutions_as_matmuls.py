@@ -193,8 +193,8 @@ def check_convolution(conv: Convolution) -> ConvolutionLayout:
     if any(is_traceable_wrapper_subclass(_value(n)) for n in operands):
         raise LeftOut("convolution", f"an operand is a {type(_value(conv.weight)).__name__}, not a plain tensor")
     sizes = _value(conv.x).shape[-len(conv.kernel) :]
-    of = zip(conv.kernel, conv.stride, conv.dilation, sizes, strict=True)
-    reads_once = all(_reads_once(k, s, d, size, conv.transposed) for k, s, d, size in of)
+    by_dim = zip(conv.kernel, conv.stride, conv.dilation, sizes, strict=True)
+    reads_once = all(_reads_once(k, s, d, size, conv.transposed) for k, s, d, size in by_dim)
     if conv.groups != 1 or _pads(conv) or not reads_once:
         raise why_convolution(conv.kernel, conv.stride, conv.padding, conv.dilation, conv.groups, conv.output_padding)
     weight, result = _value(conv.weight), _value(conv.node)
@@ -250,9 +250,9 @@ def _check_wanted(conv: Convolution, names: Names, config: Config, inside: Seque
     tensors: dict[Role, Tensor] = {"grad_output": _value(linear)}
     tensors["input"], tensors["weight"] = (_value(n) for n in linear.all_input_nodes)
     kinds = KINDS if trains else KINDS[:1]
-    found = [quantizers(recipe, kind, call.dims, tensors, torch.is_grad_enabled()) for kind in kinds]
-    refused = [pair for pair in found if isinstance(pair, Reject)]
-    if len(refused) == len(found):
+    outcomes = [quantizers(recipe, kind, call.dims, tensors, torch.is_grad_enabled()) for kind in kinds]
+    refused = [pair for pair in outcomes if isinstance(pair, Reject)]
+    if len(refused) == len(outcomes):
         raise refused[0]
 
 
@@ -316,9 +316,9 @@ def _rows(write: CallWriter, conv: Convolution, last: bool) -> fx.Node:
         x = _along(write, x, lead + 1 + i, conv.kernel[i], conv.stride[i])
     # the number of positions along each dimension; then, where a dimension is cut, the size of the kernel
     starts = [lead + 1 + i + sum(cut[:i]) for i in range(n)]
-    within = [start + 1 for start, is_cut in zip(starts, cut, strict=True) if is_cut]
-    x = write(torch.permute, x, [*range(lead), *starts, *((*within, lead) if last else (lead, *within))])
-    return write(torch.flatten, x, lead + n) if within else x
+    offsets = [start + 1 for start, is_cut in zip(starts, cut, strict=True) if is_cut]
+    x = write(torch.permute, x, [*range(lead), *starts, *((*offsets, lead) if last else (lead, *offsets))])
+    return write(torch.flatten, x, lead + n) if offsets else x
 
 
 def _along(write: CallWriter, x: fx.Node, dim: int, kernel: int, stride: int) -> fx.Node:

@@ -226,7 +226,7 @@ def _readers(at: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
             for operand in (argument(node, signature.a), argument(node, signature.b)):
                 if isinstance(operand, fx.Node):
                     readers.setdefault(operand, set()).add(i)
-    return {operand: found for operand, found in readers.items() if len(found) > 1}
+    return {operand: pieces for operand, pieces in readers.items() if len(pieces) > 1}
 
 
 def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
@@ -235,10 +235,10 @@ def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names)
     for node, i in at.items():
         written = {s for n in _written(node) for s in _storages(n)} if _writes(module, node) else set()
         for storage in {s for n in (node, *node.all_input_nodes) for s in _storages(n)}:
-            of = touched.setdefault(storage, [])
-            of.append(i)
-            if storage in written and of[0] < i:
-                yield Refusal(of[0], i, f"{_called(node, names)} is written in place, and others use it")
+            touching = touched.setdefault(storage, [])
+            touching.append(i)
+            if storage in written and touching[0] < i:
+                yield Refusal(touching[0], i, f"{_called(node, names)} is written in place, and others use it")
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

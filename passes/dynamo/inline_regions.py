@@ -65,22 +65,22 @@ class _Inliner:
         body = getattr(module, holder.target)
         given: list[Path | None] = [_innermost(call), *(paths.get(x) for x in operands)]
         renames = _renames(self.traced.setdefault(name, given), given)
-        twin: dict[fx.Node, Any] = dict(zip(_inputs(body), operands, strict=True))
+        copies: dict[fx.Node, Any] = dict(zip(_inputs(body), operands, strict=True))
         inner = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
         with module.graph.inserting_before(call):
             for node in inner:
-                twin[node] = copy = module.graph.node_copy(node, twin.__getitem__)
+                copies[node] = copy = module.graph.node_copy(node, copies.__getitem__)
                 _rename(copy, renames, self.count)
                 if node.op == "get_attr":  # each call gets a copy: passes edit it in place
                     copy.target = _add(module, getattr(body, str(node.target)), renames)
-        results = fx.map_arg(_args(body.graph.output_node())[0], twin.__getitem__)
+        results = fx.map_arg(_args(body.graph.output_node())[0], copies.__getitem__)
         for user in list(call.users):  # getitem
             user.replace_all_uses_with(results[_args(user)[1]])
             module.graph.erase_node(user)
         module.graph.erase_node(call)
         if not holder.users:
             module.graph.erase_node(holder)
-        return [twin[node] for node in inner]
+        return [copies[node] for node in inner]
 
 
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:

@@ -58,13 +58,13 @@ def _watch(annotation: Annotation, config: Config) -> int:
     """Insert the ops; return the number of watched tensors: of the forward, then gradients, each in graph order."""
     module = annotation.module
     parts = list(_parts(module))
-    found = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
-    forward = [(p, n) for p, n in found if n.target in FORWARD]
-    backward = [(p, n) for p, n in found if n.target in BACKWARD]
-    if not found:
+    watches = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
+    forward = [(p, n) for p, n in watches if n.target in FORWARD]
+    backward = [(p, n) for p, n in watches if n.target in BACKWARD]
+    if not watches:
         return 0
     watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[QUANTIZED])
-    device = found[0][1].meta["example_value"].device
+    device = watches[0][1].meta["example_value"].device
     table = WatchTable(watched, len(forward), device, config.monitor_steps, config.monitor_kurtosis)
     counter = SlotTable.counter(annotation.owned_paths, table.code)
     piece_of = PieceOf(module.graph, [region for _, region in parts if region is not None])
@@ -75,7 +75,7 @@ def _watch(annotation: Annotation, config: Config) -> int:
         name: add_input(module.graph, annotation.inputs, MonitorInput(name, table, counter, name == INPUTS[1]))
         for name in INPUTS
     }
-    inputs = _inputs(parts, tables, {p for p, _ in found}, division, piece_of)
+    inputs = _inputs(parts, tables, {p for p, _ in watches}, division, piece_of)
     row = 0
     for part, node in (*forward, *backward):
         watch, name, kind = _FORWARD if node.target in FORWARD else _BACKWARD
@@ -112,7 +112,7 @@ def _inputs(
     division: StateDivision,
     piece_of: PieceOf,
 ) -> dict[tuple[fx.GraphModule, PieceNumber], dict[str, fx.Node]]:
-    """Hand the table inputs to each part; return them by part and piece. Regions get those of the graph around them."""
+    """Add the table inputs to each part; return them by part and piece. Regions get those of the enclosing graph."""
     graphs = {part.graph: part for part, _ in parts}
     for part, region in reversed(parts):  # a graph passes the tables on to its inner regions
         if part in wanted and region is not None:
@@ -120,7 +120,7 @@ def _inputs(
     inputs: dict[tuple[fx.GraphModule, PieceNumber], dict[str, fx.Node]] = {}
     for part, region in parts:
         if region is None:
-            inputs.update({(part, piece): of for piece, of in division.divide(part.graph, tables).items()})
+            inputs.update({(part, piece): divided for piece, divided in division.divide(part.graph, tables).items()})
         elif part in wanted:
             piece = piece_of(region.call)
             inputs[part, piece] = thread(region, inputs[graphs[region.outer], piece], "")

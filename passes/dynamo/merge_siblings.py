@@ -113,9 +113,9 @@ class Family:
         results = [s.node for s in self.siblings]
         merged = _merged([_example(r) for r in results])
         readers = [_readers(r, merged) for r in results]
-        if all(of == {F.scaled_dot_product_attention} for of in readers):
+        if all(targets == {F.scaled_dot_product_attention} for targets in readers):
             return [False] * len(results)
-        return [bool(of) for of in readers]
+        return [bool(targets) for targets in readers]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,14 +124,14 @@ class Family:
 
 def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling | None]) -> list[Family]:
     """Return layers that read one tensor under one recipe, and whose parameters nothing else reads or writes."""
-    found: dict[Hashable, list[Sibling]] = {}
+    by_key: dict[Hashable, list[Sibling]] = {}
     stretch = 0
     for node in graph.nodes:
         # a write between two layers may change what the second reads; grad and autocast modes may differ after a change
         stretch += mutates(node) or node.target in MODE_CHANGES
         if signature_of(node) is LINEAR and (sibling := taken(node)) is not None and _is_alone(sibling, names):
-            found.setdefault((stretch, *_alike(sibling)), []).append(sibling)
-    return [Family(of) for of in found.values() if len(of) > 1]
+            by_key.setdefault((stretch, *_alike(sibling)), []).append(sibling)
+    return [Family(members) for members in by_key.values() if len(members) > 1]
 
 
 def _is_alone(sibling: Sibling, names: Names) -> bool:
@@ -159,19 +159,19 @@ def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
 def _readers(result: fx.Node, merged: Tensor) -> set[Any]:
     """Return the targets that read `result`, or a view of it, as a slice of `merged`, and are not elementwise."""
     values: dict[fx.Node, Any] = {result: merged.narrow(-1, 0, _example(result).shape[-1])}
-    found: set[Any] = set()
+    targets: set[Any] = set()
     todo = sorted(result.users)
     while todo:  # in graph order, so that all views that a node reads are known
         reader = heapq.heappop(todo)
         if reader in values:
             continue
         if (value := _value(reader, values)) is None:
-            found.add(reader.target)
+            targets.add(reader.target)
         elif _is_part(value, merged):
             values[reader] = value
             for user in reader.users:
                 heapq.heappush(todo, user)
-    return found
+    return targets
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -214,7 +214,7 @@ def _is_part(value: Any, merged: Tensor) -> bool:
 def should_merge(family: Family, target: Target | None, wanted: bool | None, min_speedup: float) -> bool:
     """Return whether one call is predicted to be faster than several, or the user wants it, and it reaches min_speedup.
 
-    The prediction is for training in evaluation too: both graphs must merge alike to share scales.
+    The prediction is for training in evaluation too: both graphs must merge the same calls to share scales.
     """
     if target is None:
         return bool(wanted)
@@ -246,14 +246,14 @@ def _pays_where_it_varies(
     """Return whether siblings merge for every number of rows M: if that saves time wherever the merged call pays.
 
     For fewer rows the merged call stays in high precision, and nothing is split: graphs for few rows and for many, and
-    for evaluation, merge alike.
+    for evaluation, merge the same calls.
     """
     if not prediction.pays:
         return False
     if wanted:
         return True
     saves = where(apart_and_merged)
-    return all(any(_holds(known, interval) for known in saves) for interval in prediction.pays)
+    return all(any(_holds(saving, interval) for saving in saves) for interval in prediction.pays)
 
 
 def _holds(outer: tuple[int, int | None], inner: tuple[int, int | None]) -> bool:
@@ -294,9 +294,9 @@ def _merged_stack(family: Family, names: Names) -> dict[Any, Any]:
     stack = dict(family.siblings[0].node.meta.get("nn_module_stack") or {})
     if stack:
         key, (path, kind) = list(stack.items())[-1]
-        for own in (f"['{name}']", f".{name}"):
-            if path.endswith(own):
-                stack[key] = f"{path.removesuffix(own)}['{'+'.join(parts)}']", kind
+        for suffix in (f"['{name}']", f".{name}"):
+            if path.endswith(suffix):
+                stack[key] = f"{path.removesuffix(suffix)}['{'+'.join(parts)}']", kind
     return stack
 
 

@@ -112,9 +112,9 @@ def match(module: fx.GraphModule, choices: Sequence[MatmulChoice]) -> list[Funct
 def _piece(
     number: int, nodes: list[fx.Node], modes: Modes, module: fx.GraphModule, choices: Sequence[MatmulChoice]
 ) -> FunctionMatch:
-    of = tuple(_choices_of(module, nodes))
-    verdicts = tuple(_verdict(choices[i]) for i in of)
-    return FunctionMatch(number, nodes, modes, of, structure(nodes, module, (modes.key(), verdicts)))
+    indices = tuple(_choices_of(module, nodes))
+    verdicts = tuple(_verdict(choices[i]) for i in indices)
+    return FunctionMatch(number, nodes, modes, indices, structure(nodes, module, (modes.key(), verdicts)))
 
 
 def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[int]:
@@ -146,8 +146,8 @@ def _joined(
             alone.append(piece)
             continue
         if alone:
-            nodes = [node for of in alone for node in of.nodes]
-            choices = tuple(i for of in alone for i in of.choices)
+            nodes = [node for match in alone for node in match.nodes]
+            choices = tuple(i for match in alone for i in match.choices)
             yield FunctionMatch(alone[0].number, nodes, alone[0].modes, choices, structure(nodes, module))
             alone = []
         if piece is not None:

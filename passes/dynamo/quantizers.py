@@ -102,7 +102,7 @@ def is_uniform(pairs: dict[Kind, Pair], trains: bool) -> bool:
     for kind, pair in pairs.items():
         for role, quantizer in zip(FACTORS[kind], pair, strict=True):
             ways.setdefault(role, set()).add(quantizer)
-    return all(len(of) == 1 and None not in of for of in ways.values())
+    return all(len(matching) == 1 and None not in matching for matching in ways.values())
 
 
 def quantizer_of(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:

@@ -92,10 +92,10 @@ def save(walk: Walk) -> list[SavedTensor]:
     return verdicts + list(_results(walk, candidates))
 
 
-def _results(walk: Walk, found: SaveCandidates) -> Iterator[SavedTensor]:
+def _results(walk: Walk, candidates: SaveCandidates) -> Iterator[SavedTensor]:
     """Mark each result whose only readers are its own op's backward and a matmul; yield the verdicts."""
     for operand in walk.graph.find_nodes(op="call_function", target=ops.qdq_operand):
-        if (result := result_of(operand, found)) is None:
+        if (result := result_of(operand, candidates)) is None:
             continue
         quantized, value, quantizer = operand.meta[QUANTIZED][0], value_of(result), operand.args[1]
         name = re.sub(rf"\.{quantized.role}(_\d+)?$", "", quantized.name)

@@ -49,17 +49,17 @@ class SplitSizes:
             return 0
         begins, ends, sizes = dict[Any, set[int]](), dict[Any, set[int]](), dict[Any, Any]()
         for prediction in _predictions(context):
-            of = expression(prediction.variable)
-            sizes[of] = prediction.variable
-            begins.setdefault(of, set()).update(first for first, _ in prediction.pays or ())
-            ends.setdefault(of, set()).update(last + 1 for _, last in prediction.pays or () if last is not None)
+            size = expression(prediction.variable)
+            sizes[size] = prediction.variable
+            begins.setdefault(size, set()).update(first for first, _ in prediction.pays or ())
+            ends.setdefault(size, set()).update(last + 1 for _, last in prediction.pays or () if last is not None)
         guards = 0
-        for of, values in begins.items():
+        for size, values in begins.items():
             # where one ceases to pay, which is rare, it stops at once
-            merged = {value: value for value in _possible(ends[of], sizes[of])}
-            merged |= merge(_possible(values, sizes[of]))
-            sides = _sides(sizes[of], sorted(set(merged.values())), context)
-            context.splits[of] = {value: sides[at] for value, at in merged.items()}
+            merged = {value: value for value in _possible(ends[size], sizes[size])}
+            merged |= merge(_possible(values, sizes[size]))
+            sides = _sides(sizes[size], sorted(set(merged.values())), context)
+            context.splits[size] = {value: sides[at] for value, at in merged.items()}
             guards += len(sides)
         return guards
 
@@ -76,9 +76,9 @@ def _predictions(context: DynamoContext) -> Iterator[Prediction]:
         trains = torch.is_grad_enabled()
         for node in in_its_modes(part.module.graph):
             trains = bool(node.args[0]) if node.target is set_grad_enabled else trains
-            found = _prediction(node, part, trains, context)
-            if found is not None and found.variable is not None and found.pays is not None:
-                yield found
+            prediction = _prediction(node, part, trains, context)
+            if prediction is not None and prediction.variable is not None and prediction.pays is not None:
+                yield prediction
 
 
 def _prediction(node: fx.Node, part: Part, trains: bool, context: DynamoContext) -> Prediction | None:
@@ -117,8 +117,8 @@ def merge(values: Iterable[int], near: float = NEAR, most: int = MOST) -> dict[i
 _decided: weakref.WeakKeyDictionary[Any, dict[tuple[Any, int], bool]] = weakref.WeakKeyDictionary()
 """By torch's environment of symbols: {(size, value): whether the size is at least the value, by a guard}.
 
-A graph is compiled again, for slots without a scale say, when torch takes no more guards; and of a product of symbols
-torch does not remember them.
+A graph is compiled again, for example for slots without a scale, when torch takes no more guards; and torch does not
+remember a guard on a product of symbols.
 """
 
 
@@ -127,12 +127,12 @@ def _sides(size: Any, values: list[int], context: DynamoContext) -> dict[int, bo
 
     Limits the compilation to the sizes between two of the values.
     """
-    known = _decided.setdefault(size.node.shape_env, {})
-    of, sides = expression(size), dict[int, bool | None]()
+    decided = _decided.setdefault(size.node.shape_env, {})
+    name, sides = expression(size), dict[int, bool | None]()
     for value in reversed(values):  # from the largest on: what it implies of smaller ones needs no guard
         side = True if True in sides.values() else is_at_least(size, value)
         if side is None:
-            side = known.get((of, value))
+            side = decided.get((name, value))
         if side is None:
             if reason := why_no_guard(size, value):
                 context.notes.append(
@@ -140,6 +140,6 @@ def _sides(size: Any, values: list[int], context: DynamoContext) -> dict[int, bo
                     "sizes decide"
                 )
             else:
-                side = known[of, value] = bool(size >= value)  # Dynamo gets a guard here
+                side = decided[name, value] = bool(size >= value)  # Dynamo gets a guard here
         sides[value] = side
     return sides

@@ -31,14 +31,14 @@ def match(scale: fx.Node) -> fx.Node | None:
 
     None if it is such a copy already.
     """
-    own = through(scale, RESHAPES)
-    is_element = own.target is aten.select.int and val(first(own)).dim() == 1
-    original = first(own) if is_element else own
+    viewed = through(scale, RESHAPES)
+    is_element = viewed.target is aten.select.int and val(first(viewed)).dim() == 1
+    original = first(viewed) if is_element else viewed
     return None if original.target is ALIGNED else original
 
 
 def is_input(scales: fx.Node) -> bool:
-    """Return whether `scales`, of rows or blocks, are an input: Inductor makes nothing of what lays them out again."""
+    """Return whether `scales`, of rows or blocks, are an input: Inductor drops ops that would lay an input out again."""
     base = through(scales, VIEWS | COPIES | CASTS | {FORCE_STRIDE_ORDER})
     return base.op == "placeholder" and val(base).dtype == val(scales).dtype
 
@@ -78,9 +78,9 @@ class _AlignedRewriter:
             return self._copied(matmul, ROUNDED, scale) if is_input(scale) else scale
         if (original := match(scale)) is None:
             return scale
-        own, copy = through(scale, RESHAPES), self._copied(matmul, ALIGNED, original)
-        if own is not original:
-            copy = self.build.emit(matmul, aten.select.int, copy, *own.args[1:])
+        viewed, copy = through(scale, RESHAPES), self._copied(matmul, ALIGNED, original)
+        if viewed is not original:
+            copy = self.build.emit(matmul, aten.select.int, copy, *viewed.args[1:])
         return self.build.emit(matmul, aten.reshape.default, copy, shape) if list(val(copy).shape) != shape else copy
 
     def bias(self, matmul: fx.Node, bias: Any) -> Any:

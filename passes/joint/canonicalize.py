@@ -85,10 +85,10 @@ class Canonicalize:
 
     def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Replace every such op that reads or returns FP8; return how many there were."""
-        found = [n for n in graph.nodes if str(n.target) in _FORMULAS and _touches_fp8(n)]
-        for node in found:
+        nodes = [n for n in graph.nodes if str(n.target) in _FORMULAS and _touches_fp8(n)]
+        for node in nodes:
             _expand(graph, node)
-        return len(found)
+        return len(nodes)
 
 
 def _touches_fp8(node: fx.Node) -> bool:
@@ -100,8 +100,8 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
     formula, inputs = _FORMULAS[str(node.target)], node.all_input_nodes
 
     def call(*tensors: Tensor) -> Tensor:
-        known = dict(zip(inputs, tensors, strict=True))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        replacements = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), replacements.__getitem__)
         return formula(*args, **kwargs)
 
     (result,) = Builder(graph, Canonicalize.name).inline(node, call, *inputs)

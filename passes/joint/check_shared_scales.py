@@ -2,7 +2,7 @@
 
 the same         numbers, `ops.shared`, the result of an all-reduce, and elementwise functions of these
 made the same    functions of these and of the amax of the collective's output: that amax is reduced over the group
-poisoned         where(amax < inf, scale_inv, nan): NaN for a tensor that is not finite, only on the rank that has it.
+NaN if infinite  where(amax < inf, scale_inv, nan): NaN for a tensor that is not finite, only on the rank that has it.
                  FP8 has a NaN, so each rank marks its non-finite elements instead, and the scale is the same again
 
 Numbers in the graph are assumed to be the same on all ranks: ranks run one program. Code that computes a scale from the
@@ -69,8 +69,8 @@ LIMITS = {
 class Use(NamedTuple):
     """A node `user` that reads an amax, or its cast to f32.
 
-    how: "part" if it records the amax for a scale that all ranks share: this rank's amax is enough. "poison" if it
-    makes a dequantized tensor NaN. "whole" for any other reader, which needs the amax of the whole tensor.
+    how: "part" if it records the amax for a scale that all ranks share: this rank's amax is enough. "nan" if it makes a
+    dequantized tensor NaN. "whole" for any other reader, which needs the amax of the whole tensor.
     """
 
     amax: fx.Node
@@ -103,7 +103,7 @@ def _is_within(group: str, other: str) -> bool:
     return set(ranks_of(group)) <= set(ranks_of(other))
 
 
-def unpoisoned(scale_inv: Any, group: str) -> Any:
+def without_nan(scale_inv: Any, group: str) -> Any:
     """Strip `where(amax < inf, ..., nan)` from `scale_inv`; None if the result may differ between ranks.
 
     before   where(amax < inf, reciprocal(scale), nan)
@@ -111,12 +111,14 @@ def unpoisoned(scale_inv: Any, group: str) -> Any:
     if is_shared(scale_inv, group):
         return scale_inv
     if scale_inv.target in RESHAPES and has_one_element(scale_inv):
-        return unpoisoned(first(scale_inv), group)
+        return without_nan(first(scale_inv), group)
     if scale_inv.target is not aten.where.self:
         return None
     condition, finite, nan = scale_inv.args
-    is_poison = constant(nan) != constant(nan) and _is_below_infinity(as_node(condition))  # NaN differs from itself
-    return finite if is_poison and is_shared(finite, group) else None
+    is_nan_if_infinite = constant(nan) != constant(nan) and _is_below_infinity(
+        as_node(condition)
+    )  # NaN differs from itself
+    return finite if is_nan_if_infinite and is_shared(finite, group) else None
 
 
 def _is_below_infinity(condition: fx.Node) -> bool:
@@ -163,10 +165,10 @@ def _check_one_number(scales: list[fx.Node], where: str, scaled: list[fx.Node]) 
         raise Reject("scale", f"a tensor {where} is a single number")
 
 
-def follows_from_amax(found: Gathered) -> bool:
+def follows_from_amax(gathered: Gathered) -> bool:
     """Return whether the scale is computed from the gathered tensor's amax, which must then be reduced over ranks."""
-    group = group_of(found.collective)
-    return bool(found.amaxes) and not all(is_shared(s, group) for s in scales_of(found.quantizes[0].ops))
+    group = group_of(gathered.collective)
+    return bool(gathered.amaxes) and not all(is_shared(s, group) for s in scales_of(gathered.quantizes[0].ops))
 
 
 def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
@@ -186,7 +188,7 @@ def uses_of_amaxes(gathered: Gathered) -> list[Use]:
     to_all = gathered.collective.target is c10d.broadcast.default  # only the source rank has the tensor
     quantized = {q.ops[-1] for q in gathered.quantizes}
     for_whole = follows_from_amax(gathered)
-    # for_whole: the amax is reduced over ranks anyway, and with it the poison is the same on all of them
+    # for_whole: the amax is reduced over ranks anyway, so that the scale_inv is NaN on all of them or on none
     may_mark = not for_whole and _may_mark(gathered)
     records_parts = not for_whole and not to_all and any(map(_is_from_slots, scales_of(gathered.quantizes[0].ops)))
     for amax in gathered.amaxes:
@@ -198,7 +200,7 @@ def uses_of_amaxes(gathered: Gathered) -> list[Use]:
                 if records_parts and user.target is RECORD and user.args[0] is not node:
                     how = "part"
                 else:
-                    how = "poison" if may_mark and _is_poison(user, group, quantized) else "whole"
+                    how = "nan" if may_mark and _only_sets_nan(user, group, quantized) else "whole"
                 uses.append(Use(node, user, how))
     return uses
 
@@ -208,26 +210,26 @@ def _is_from_slots(x: fx.Node) -> bool:
     return x.target is SHARED or (is_computed(x) and any(_is_from_slots(n) for n in x.all_input_nodes))
 
 
-def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
-    """Return whether `is_finite` only poisons the scale_inv that dequantizes the FP8 tensors `quantized`."""
+def _only_sets_nan(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
+    """Return whether `is_finite` only decides if the scale_inv that dequantizes the tensors `quantized` is NaN."""
     return _is_below_infinity(is_finite) and all(
         user.target is aten.where.self
         and user.args[0] is is_finite
-        and unpoisoned(user, group) is user.args[1]
+        and without_nan(user, group) is user.args[1]
         and _dequantizes(user, quantized)
         for user in is_finite.users
     )
 
 
 def _may_mark(gathered: Gathered) -> bool:
-    """Return whether quantizing inf as NaN cannot change any result: all readers use a poisoned scale_inv."""
+    """Return whether quantizing inf as NaN changes no result, for each reader's scale_inv is NaN if there is an inf."""
     group = group_of(gathered.collective)
     of_all = {*gathered.amaxes, *(u for amax in gathered.amaxes for u in amax.users if widens(u))}
 
-    def is_poisoned(scale_inv: fx.Node) -> bool:
-        return unpoisoned(scale_inv, group) not in (None, scale_inv) and _poison_of(scale_inv) in of_all
+    def is_nan_if_infinite(scale_inv: fx.Node) -> bool:
+        return without_nan(scale_inv, group) not in (None, scale_inv) and _deciding_amax(scale_inv) in of_all
 
-    return all(_keeps_nan(q.ops) and _is_always(q.ops[-1], is_poisoned) for q in gathered.quantizes)
+    return all(_keeps_nan(q.ops) and _is_always(q.ops[-1], is_nan_if_infinite) for q in gathered.quantizes)
 
 
 def _keeps_nan(ops: Iterable[fx.Node]) -> bool:
@@ -235,21 +237,21 @@ def _keeps_nan(ops: Iterable[fx.Node]) -> bool:
     return {op.target for op in ops} <= {*CASTS, *MULTIPLYING, *DIVIDING, *clamps}  # torch's clamp propagates NaN
 
 
-def _is_always(x_q: fx.Node, is_poisoned: Callable[[fx.Node], bool]) -> bool:
-    """Return whether every reader of an FP8 tensor, after casts and movement, scales it by a poisoned scale_inv."""
+def _is_always(x_q: fx.Node, is_nan_if_infinite: Callable[[fx.Node], bool]) -> bool:
+    """Return whether all readers of an FP8 tensor, after casts and movement, scale it by a NaN if it was infinite."""
     for user in x_q.users:
         if user.target in (MOVEMENT - JOINS) | CASTS:
-            poisoned = _is_always(user, is_poisoned)
+            is_always = _is_always(user, is_nan_if_infinite)
         else:
             scales = user.target in {aten.mul.Tensor, aten.div.Tensor} and data_of(user) is x_q
-            poisoned = scales and any(is_poisoned(n) for n in user.all_input_nodes if n is not x_q)
-        if not poisoned:
+            is_always = scales and any(is_nan_if_infinite(n) for n in user.all_input_nodes if n is not x_q)
+        if not is_always:
             return False
     return True
 
 
-def _poison_of(scale_inv: fx.Node) -> fx.Node:
-    """Return the amax that decides whether a poisoned `scale_inv` is NaN."""
+def _deciding_amax(scale_inv: fx.Node) -> fx.Node:
+    """Return the amax that decides whether `scale_inv`, which is NaN for an infinite amax, is NaN."""
     while scale_inv.target in RESHAPES:
         scale_inv = first(scale_inv)
     return first(first(scale_inv))
@@ -286,10 +288,10 @@ def check_dequantized(dequantized: Dequantized) -> None:
     scales = scales_of(dequantized.ops)
     _check_one_number(scales, where, [dequantized.x_q, first(dequantized.collective), *scaled])
     for scale_inv in scales:
-        finite = unpoisoned(scale_inv, group)
+        finite = without_nan(scale_inv, group)
         if finite is None:
             raise Reject("scale", f"{scale_inv.name} {where} may differ between ranks")
-        if finite is not scale_inv and not _is_poison_of(scale_inv, dequantized.x_q):
+        if finite is not scale_inv and not _is_nan_by_amax_of(scale_inv, dequantized.x_q):
             raise Reject(
                 "not finite", f"{dequantized.x_q.name} was quantized elsewhere, and would hide what is not finite"
             )
@@ -303,12 +305,12 @@ def check_dequantized(dequantized: Dequantized) -> None:
         raise Reject("padding", f"{at(pads[0])} {where} adds what is not 0 in FP8")
 
 
-def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
-    """Return whether a poisoned `scale_inv` is NaN by the amax of the tensor that was quantized into `x_q`."""
+def _is_nan_by_amax_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
+    """Return whether the amax of the tensor that was quantized into `x_q` decides if `scale_inv` is NaN."""
     ops = quantized_by(x_q)
     if ops is None:
         return False
-    amax = _poison_of(scale_inv)
+    amax = _deciding_amax(scale_inv)
     # `amax_from` returns the amax before its cast to float32
     same = {amax, first(amax)} if widens(amax) else {amax}
     return any(amax_from(n) in same for n in _readers(_unmoved(unmarked(as_node(data_of(ops[0]))))))
@@ -324,10 +326,10 @@ def _is_marked(x_q: fx.Node) -> bool:
 def _may_mark_here(x_q: fx.Node, group: str) -> bool:
     """Return what `_may_mark` does, for a tensor that is dequantized before a collective."""
 
-    def is_poisoned(scale_inv: fx.Node) -> bool:
-        return unpoisoned(scale_inv, group) not in (None, scale_inv) and _is_poison_of(scale_inv, x_q)
+    def is_nan_if_infinite(scale_inv: fx.Node) -> bool:
+        return without_nan(scale_inv, group) not in (None, scale_inv) and _is_nan_by_amax_of(scale_inv, x_q)
 
-    return _keeps_nan(quantized_by(x_q) or ()) and _is_always(x_q, is_poisoned)
+    return _keeps_nan(quantized_by(x_q) or ()) and _is_always(x_q, is_nan_if_infinite)
 
 
 def _unmoved(node: fx.Node) -> fx.Node:

@@ -149,9 +149,9 @@ def check_readers(
 
 def _told(readers: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> list[str]:
     """Return names of readers for a message: all matmuls with the rule that excludes them, and the first other op."""
-    known = {n: gemms[n] for n in readers if n in gemms and gemms[n].name}
-    named = dict.fromkeys(f"{g.name} ({g.rule})" if g.rule else g.name for g in known.values())
-    return [*named, *[at(n) for n in readers if n not in known][:1]]
+    matmuls = {n: gemms[n] for n in readers if n in gemms and gemms[n].name}
+    named = dict.fromkeys(f"{g.name} ({g.rule})" if g.rule else g.name for g in matmuls.values())
+    return [*named, *[at(n) for n in readers if n not in matmuls][:1]]
 
 
 def capture_dequantized(collective: fx.Node) -> Dequantized | None:
@@ -174,8 +174,8 @@ def captured_wait(collective: fx.Node) -> fx.Node | None:
     """Return the `wait_tensor` of a collective if its output is high precision and has no other user; None if not."""
     users = list(collective.users)
     # no kwargs: group_of reads the group's name from the last positional argument
-    known = len(users) == 1 and users[0].target is WAIT and not collective.kwargs
-    return users[0] if known and val(users[0]).dtype in WIDE else None
+    is_captured = len(users) == 1 and users[0].target is WAIT and not collective.kwargs
+    return users[0] if is_captured and val(users[0]).dtype in WIDE else None
 
 
 def readers_of(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]]:
@@ -229,9 +229,9 @@ def is_computed(node: fx.Node) -> bool:
 
 def data_of(node: fx.Node) -> fx.Node | None:
     """Return the tensor that an op moves or scales: the first; the second if the first is its one-element scale."""
-    x, *others = node.args or (None,)
-    if node.target is aten.mul.Tensor and is_tensor(x) and is_tensor(others[0]):
-        x = others[0] if has_one_element(x) and not has_one_element(others[0]) else x
+    x, *rest = node.args or (None,)
+    if node.target is aten.mul.Tensor and is_tensor(x) and is_tensor(rest[0]):
+        x = rest[0] if has_one_element(x) and not has_one_element(rest[0]) else x
     # not a copy to another device: moved before the collective, it would have the collective run there
     return x if is_tensor(x) and val(x).device == val(node).device else None
 
@@ -282,14 +282,14 @@ class Structures:
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
-    def of(self, node: fx.Node, known: dict[fx.Node, str]) -> str:
-        """Return the structure of `node`, computed from nodes of which `known` has it; it gets those between."""
-        if node not in known:
-            inputs = {n: self.of(n, known) for n in node.all_input_nodes} if is_computed(node) else None
+    def of(self, node: fx.Node, structures: dict[fx.Node, str]) -> str:
+        """Return the structure of `node`. structures: those known so far, to which those of its inputs are added."""
+        if node not in structures:
+            inputs = {n: self.of(n, structures) for n in node.all_input_nodes} if is_computed(node) else None
             args = inputs and fx.map_arg((node.args, node.kwargs), lambda n: inputs[n])
             text = f"{node.target} {args}" if inputs else _text_of(node)
-            known[node] = self._texts.setdefault(text, f"%{len(self._texts)}")
-        return known[node]
+            structures[node] = self._texts.setdefault(text, f"%{len(self._texts)}")
+        return structures[node]
 
 
 def _text_of(node: fx.Node) -> str:

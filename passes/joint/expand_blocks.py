@@ -33,19 +33,21 @@ class ExpandBlocks:
 
     def run(self, graph: fx.Graph, context: JointContext) -> int:
         """Expand every such op; return how many there were."""
-        found = [n for n in graph.nodes if n.target in _FORMULAS]
-        for node in found:
+        nodes = [n for n in graph.nodes if n.target in _FORMULAS]
+        for node in nodes:
             _expand(context.builder(graph, self.name), node)
-        return len(found)
+        return len(nodes)
 
 
 def _expand(build: Builder, node: fx.Node) -> None:
     inputs = list(filter(is_tensor, node.all_input_nodes))
 
     def formula(*tensors: Tensor) -> Tensor:
-        known = dict(zip(inputs, tensors, strict=True))
+        tensor_of = dict(zip(inputs, tensors, strict=True))
         # a size that varies is its symbol, of which `inline` makes nodes
-        return _FORMULAS[node.target](*fx.map_arg(node.args, lambda n: known[n] if n in known else n.meta["val"]))
+        return _FORMULAS[node.target](
+            *fx.map_arg(node.args, lambda n: tensor_of[n] if n in tensor_of else n.meta["val"])
+        )
 
     (result,) = build.inline(node, formula, *inputs)
     if node.target is ROWS_APART:  # materialize: Inductor would recompute the indices for each element that it gathers

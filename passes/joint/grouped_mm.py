@@ -100,10 +100,10 @@ def _in_groups(operand: fx.Node, matmul: fx.Node, turned: bool) -> fx.Node:
     return node
 
 
-def check(node: fx.Node, found: ByRows | ByGroups, target: hardware.Target | None) -> None:
+def check(node: fx.Node, match: ByRows | ByGroups, target: hardware.Target | None) -> None:
     """Raise Reject if there is no kernel."""
     # the result of ByGroups is the gradient of the experts, [G, N, K]: its sizes are theirs
-    experts = val(node) if isinstance(found, ByGroups) else val(operands(node)[1])
+    experts = val(node) if isinstance(match, ByGroups) else val(operands(node)[1])
     if reject := why_no_kernel(experts, val(node).dtype, target):
         raise reject
 
@@ -150,9 +150,9 @@ class _GroupedRewriter:
         self.moved: dict[fx.Node, Any] = {}
         self.apart: dict[tuple[Any, int], tuple[fx.Node, fx.Node]] = {}
 
-    def rewrite(self, node: fx.Node, found: ByRows | ByGroups, gemm: Gemm) -> None:
+    def rewrite(self, node: fx.Node, match: ByRows | ByGroups, gemm: Gemm) -> None:
         self.matmul, self.build.gemm = node, node.name
-        arguments = self._rows(found) if isinstance(found, ByRows) else self._groups(found)
+        arguments = self._rows(match) if isinstance(match, ByRows) else self._groups(match)
         y = self._product(*arguments, fast_accum=gemm.fast_accum)
         if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:  # set by a checkpoint policy that saves matmuls
             y.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -177,8 +177,8 @@ class _GroupedRewriter:
         scales = self._emit(aten.clone.default, scales, memory_format=torch.contiguous_format)
         return self._emit(FORCE_STRIDE_ORDER, scales, list(val(scales).stride()))
 
-    def _groups(self, found: ByGroups) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
-        (a_q, a_scale, offs, _), (b_q, b_scale, *_) = found.a.args, found.b.args
+    def _groups(self, match: ByGroups) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
+        (a_q, a_scale, offs, _), (b_q, b_scale, *_) = match.a.args, match.b.args
         assert all(isinstance(n, fx.Node) for n in (a_q, a_scale, offs, b_q, b_scale))
         key = offs, self.layout.size(as_node(a_q), 0)
         if key not in self.apart:

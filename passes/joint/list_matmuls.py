@@ -79,8 +79,8 @@ class ListMatmuls:
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_ForwardMatmul]] = {}
         for node in graph.nodes:
-            for at_node, found, factors, sizes in (*_of_fallback(node), *_of_convolution(node)):
-                context.gemms[at_node] = _gemm(at_node, found, _custom(node).get("fp8pass"), factors, sizes, context)
+            for at_node, product, factors, sizes in (*_of_fallback(node), *_of_convolution(node)):
+                context.gemms[at_node] = _gemm(at_node, product, _custom(node).get("fp8pass"), factors, sizes, context)
                 if is_convolution(at_node):
                     at_node.meta[GEMM] = at_node.name
             if node.target not in ALL_MATMULS:
@@ -310,8 +310,8 @@ def _layer_of(
     """Return the index of the choice of the only layer that a matmul of its backward can belong to; None if unknown."""
     layers = {
         index
-        for index, of in forward.items()
-        for f in of
+        for index, matmuls in forward.items()
+        for f in matmuls
         if (f.b in roots and _equal(contracted, f.n)) or (f.a in roots and _equal(contracted, f.m))
     }
     return layers.pop() if len(layers) == 1 else None

@@ -79,8 +79,8 @@ class OperandLayout:
     def size(self, x: fx.Node, dim: int) -> Any:
         """Return the size of a dimension: an int, or a node if it is symbolic."""
         size = val(x).shape[dim]
-        known = size if isinstance(size, int) else size.node.maybe_as_int()
-        return self.emit(aten.sym_size.int, x, dim) if known is None else known
+        number = size if isinstance(size, int) else size.node.maybe_as_int()
+        return self.emit(aten.sym_size.int, x, dim) if number is None else number
 
 
 def _is_row_major(x: torch.Tensor) -> bool:

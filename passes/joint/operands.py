@@ -153,10 +153,10 @@ class Dequantize:
             x = emitted[node]
         return x
 
-    def _leaf(self, x_q: fx.Node, emit: Emit, known: dict[fx.Node, Any]) -> Any:
-        if x_q not in known:
-            known[x_q] = view_ops.pinned(x_q, emit)
-        return known[x_q]
+    def _leaf(self, x_q: fx.Node, emit: Emit, shared: dict[fx.Node, Any]) -> Any:
+        if x_q not in shared:
+            shared[x_q] = view_ops.pinned(x_q, emit)
+        return shared[x_q]
 
     def _joined(self, source: Joined, emit: Emit, emitted: dict[fx.Node, Any]) -> Any:
         if source.node not in emitted:
@@ -164,10 +164,10 @@ class Dequantize:
             emitted[source.node] = view_ops.join(source.node, parts, self.dtype, emit)
         return emitted[source.node]
 
-    def _part(self, node: fx.Node, dq: Dequantize | None, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+    def _part(self, node: fx.Node, dq: Dequantize | None, emit: Emit, shared: dict[fx.Node, Any]) -> Any:
         if dq is None:  # zeros, which are 0 in FP8 under any scale
             return emit(prims.convert_element_type.default, node, self.dtype)
-        x = dq.apply_views(emit, known)
+        x = dq.apply_views(emit, shared)
         return x if dq.scale.number > 0 else view_ops.negate(x, self.dtype, emit)
 
 

@@ -45,10 +45,10 @@ class RowScale:
 
     def check(self, dim: int, mode: FakeTensorMode) -> None:
         """Raise Reject if the scale may change along the dimension `dim`, over which the matmul sums."""
-        found = self._without(dim, mode)
-        if found is None:
+        applied = self._without(dim, mode)
+        if applied is None:
             raise Reject("scale shape", f"{self._name()}, which may change along the sum")
-        rows, whole = found
+        rows, whole = applied
         # `apply_views` can leave one symbolic size to the reshape, as -1
         if len(_known(rows)) < rows.dim() - 1 or not (whole or _is_static(val(self.node))):
             raise Reject("scale shape", f"{self._name()}, of a symbolic size")
@@ -58,9 +58,9 @@ class RowScale:
 
         dim: the dimension that the matmul sums over.
         """
-        found = self._without(dim, mode)
-        assert found is not None, self
-        rows, whole = found
+        applied = self._without(dim, mode)
+        assert applied is not None, self
+        rows, whole = applied
         if whole:  # only dims of size 1 were added or removed
             shape = [size if isinstance(size, int) else -1 for size in rows.shape]
             return emit(aten.reshape.default, self._factor(emit), shape)

@@ -83,8 +83,8 @@ def _readers(x_q: fx.Node) -> list[fx.Node]:
 def _made_of(x_q: fx.Node) -> list[fx.Node]:
     """Return the tensors that have to be read from memory to compute `x_q` elementwise, except scales."""
     wide = is_elementwise_in_high_precision
-    found = sources(x_q, lambda n: (n is x_q or wide(n)) and not has_one_element(n))
-    return [n for n in found if not has_one_element(n)]
+    tensors = sources(x_q, lambda n: (n is x_q or wide(n)) and not has_one_element(n))
+    return [n for n in tensors if not has_one_element(n)]
 
 
 def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool:

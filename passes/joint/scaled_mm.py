@@ -65,8 +65,8 @@ class MatmulMatch:
     """A matmul whose operands are both dequantized from FP8.
 
     a, b: the FP8 operands with all movement done, as fake tensors. bias: the tensor that addmm or baddbmm adds; beta,
-    alpha: their factors. after: the ops that go into the kernel. by_row: "" if each operand has one scale; else where
-    the scales of rows are applied, in the "kernel" or "after" it.
+    alpha: their factors. after: the ops that go into the kernel. by_row: "" if each operand has one scale; otherwise
+    where the scales of rows are applied, in the "kernel" or "after" it.
     """
 
     node: fx.Node

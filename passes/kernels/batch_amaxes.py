@@ -84,8 +84,8 @@ def match(copy: fx.Node) -> RecordsMatch | None:
         new = as_node(sources[0])
     parts: Any = new.args[0]
     slots = [_slot(i, first(p)) if p.target is aten.unsqueeze.default else None for i, p in enumerate(parts)]
-    found = [s for s in slots if s is not None]
-    return RecordsMatch(copy, found) if len(found) == len(slots) else None
+    complete = [s for s in slots if s is not None]
+    return RecordsMatch(copy, complete) if len(complete) == len(slots) else None
 
 
 def _slot(index: int, amax: fx.Node) -> RecordSlot | None:
@@ -96,10 +96,12 @@ def _slot(index: int, amax: fx.Node) -> RecordSlot | None:
         return None
     # `inverse_unless_nonfinite` as it is traced: where(amax < inf, reciprocal(scale), nan)
     finite = [u for u in amax.users if u.target is aten.lt.Scalar and u.args[1] == math.inf]
-    inverses = [u for of in finite for u in of.users if u.target is aten.where.self and u.args[0] is of]
+    inverses = [
+        u for comparison in finite for u in comparison.users if u.target is aten.where.self and u.args[0] is comparison
+    ]
     inverses = [u for u in inverses if as_node(u.args[1]).target is aten.reciprocal.default]
-    known = all(isinstance(size, int) for size in val(first(whole)).shape)
-    return RecordSlot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
+    is_static = all(isinstance(size, int) for size in val(first(whole)).shape)
+    return RecordSlot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and is_static else None
 
 
 class BatchAmaxes:
@@ -111,10 +113,10 @@ class BatchAmaxes:
         """Rewrite every match; return the number of groups, and of scales that were reshaped for matmuls."""
         applied = 0
         for node in list(graph.nodes):
-            if (found := match(node)) is not None and found.slots:
-                _undo_align_arguments(found.slots)
-                groups = _groups(graph, found.slots)
-                _RecordsRewriter(context.builder(graph, self.name), found).rewrite(groups)
+            if (records := match(node)) is not None and records.slots:
+                _undo_align_arguments(records.slots)
+                groups = _groups(graph, records.slots)
+                _RecordsRewriter(context.builder(graph, self.name), records).rewrite(groups)
                 applied += len(groups)
         applied += _all_as_matrices(graph, context)
         if applied:

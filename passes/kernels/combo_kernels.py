@@ -90,10 +90,10 @@ class _Grouping:
             group_of[i] = min(latest[i], bisect.bisect_right(times, self.needed[i]) - 1)
             for j in self.waits[i]:
                 latest[j] = min(latest[j], group_of[i] - 1)
-        found: list[list[Node]] = [[] for _ in times]
+        members: list[list[Node]] = [[] for _ in times]
         for i in self.small:
-            found[group_of[i]].append(self.nodes[i])
-        return found
+            members[group_of[i]].append(self.nodes[i])
+        return members
 
     def _as_early_as_possible(self) -> tuple[dict[int, int], list[int]]:
         """Return the group of each small node, and for each group the level of the large nodes that it must precede.
@@ -158,9 +158,11 @@ def _groups(scheduler: Any) -> list[list[Any]]:
     nodes = scheduler.nodes
     # nodes that read the results of such kernels are left out, as in Inductor's own grouping
     mixed = {name for n in nodes for name in sums_of_mixed(n)}
-    found = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
+    small_groups = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
     return [
-        group[i : i + MAX_KERNELS_PER_LAUNCH] for group in found for i in range(0, len(group), MAX_KERNELS_PER_LAUNCH)
+        group[i : i + MAX_KERNELS_PER_LAUNCH]
+        for group in small_groups
+        for i in range(0, len(group), MAX_KERNELS_PER_LAUNCH)
     ]
 
 

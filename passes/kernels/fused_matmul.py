@@ -115,13 +115,13 @@ def tiled(plan: Plan, gpu: Gpu) -> Iterator[Plan]:
     """Yield the plan with each tile that fits the GPU, the best as far as is known first. Raises CannotFuse if none."""
     fits = False
     for tile in candidates(plan, gpu.shared_memory):
-        found = replace(plan, tile=tile)
-        down, across = found.tiles()
+        fitted = replace(plan, tile=tile)
+        down, across = fitted.tiles()
         programs = gpu.multiprocessors if plan.matmul.symbolic else min(gpu.multiprocessors, down * across)
-        found = replace(found, programs=programs)
-        if shared_memory(found) <= gpu.shared_memory:
+        fitted = replace(fitted, programs=programs)
+        if shared_memory(fitted) <= gpu.shared_memory:
             fits = True
-            yield found
+            yield fitted
     if not fits:
         moved = plan.bytes_per_element
         raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
@@ -140,9 +140,9 @@ def fastest(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule
         raise CannotFuse("its M is symbolic, and only kernels for one size are timed; epilogues='always' fuses it")
     if (plan, gpu) not in _fastest:
         _fastest[plan, gpu] = _timed(m, plan, gpu, seconds_of)
-    if isinstance(found := _fastest[plan, gpu], str):
-        raise CannotFuse(found)
-    return found
+    if isinstance(outcome := _fastest[plan, gpu], str):
+        raise CannotFuse(outcome)
+    return outcome
 
 
 def _timed(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan | str:
@@ -167,11 +167,11 @@ def _alone(m: Match) -> fx.GraphModule:
 def _fused_alone(m: Match, plan: Plan, gpu: Gpu) -> fx.GraphModule:
     """Return the graph of `_alone` after its rewrite."""
     module = _alone(m)
-    found = match(*module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
-    assert found is not None
-    same = with_code(plan_of(found, gpu), found) == replace(plan, tile=ANY, programs=0)
+    matched = match(*module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
+    assert matched is not None
+    same = with_code(plan_of(matched, gpu), matched) == replace(plan, tile=ANY, programs=0)
     assert same, "alone, the matmul is matched in another way"
-    rewrite(Builder(module.graph, _PASS), found, plan)
+    rewrite(Builder(module.graph, _PASS), matched, plan)
     module.graph.eliminate_dead_code()
     return module
 
@@ -217,7 +217,7 @@ def fuse(matmul: fx.Node, context: KernelsContext) -> bool:
 
 REQUANTIZES = (
     "its kernel does not quantize its result: under on_saturation='requantize' a tensor that saturates is quantized "
-    "again from high precision, which would then be nowhere"
+    "again from high precision, which this kernel would not write"
 )
 
 

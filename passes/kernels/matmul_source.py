@@ -253,8 +253,8 @@ def _results(plan: Plan, half: int) -> Iterator[str]:
             yield "# the ops after the matmul"
         yield from result.lines
         for i, output in enumerate(plan.outputs):
-            for part, of in enumerate(output.results):
-                if of == number:
+            for part, result_number in enumerate(output.results):
+                if result_number == number:
                     yield from _store(i, part, half, result.variable, plan)
 
 
@@ -288,5 +288,5 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
 
 
 def of_bits(bits: str, output: Output) -> str:
-    """Return an amax from its bits. As integers, the bits of magnitudes are in the order of the numbers, NaN last."""
+    """Return an amax from its bits. As integers, the bits of magnitudes are in the magnitudes' order, NaN last."""
     return f"({bits}).to(tl.float32, bitcast=True).to({triton_type(output.dtype)})"

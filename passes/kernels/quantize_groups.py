@@ -119,10 +119,10 @@ class Group(TileEpilogue):
     def arrange(self, graph: fx.Graph, made: dict[fx.Node, fx.Node]) -> None:
         """Copy the ops that compute matrices from tensors in another order."""
         for x, a in self.arranged.items():
-            of: dict[fx.Node, fx.Node] = dict(made)
+            copies: dict[fx.Node, fx.Node] = dict(made)
             for node in a.nodes:
-                of[node] = graph.node_copy(node, of.__getitem__)
-            made[x] = graph.call_function(aten.reshape.default, (of[x], [self.products.m, self.products.n]))
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            made[x] = graph.call_function(aten.reshape.default, (copies[x], [self.products.m, self.products.n]))
 
     def heights(self, node: fx.Node) -> tuple[int, ...]:
         """Return the rows of the tensors that lie one below the other in a matrix, where the kernel reads each."""
@@ -131,7 +131,7 @@ class Group(TileEpilogue):
     def tensors(self) -> list[fx.Node]:
         """Return the kernel's arguments for its inputs."""
         parts = ((list(n.args[0]) if self.heights(n) else [n]) for n in self.inputs)  # type: ignore[arg-type]
-        return [tensor for of in parts for tensor in of]
+        return [tensor for matrices in parts for tensor in matrices]
 
     @property
     def matrices(self) -> dict[fx.Node, None]:
@@ -267,7 +267,7 @@ def _is_scale(scale: fx.Node, x_q: fx.Node, products: Products) -> bool:
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
-    """Return the tensors of equal width whose rows are joined in `x`; else, and where these are arranged, `[x]`."""
+    """Return the tensors of equal width that `x` concatenates along rows; `[x]` for others, or if one is arranged."""
     if x.target is aten.cat.default and len(x.args) > 1 and x.args[1] in (-1, val(x).dim() - 1):
         parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
         if len({val(p).shape for p in parts}) == 1 and not any(map(arranged, parts)):
@@ -290,18 +290,18 @@ def amaxes_before(group: Group) -> Match | None:
     """Return the amaxes of rows and of columns that the group's scales are made of, if one kernel can take them all."""
     xs = dict.fromkeys(p for q in group.quantizes for p in group.parts(group.quantized(q)))
     kinds = {n: kind for x in xs for n in readers_nearby(x) if (kind := _amaxes_kind(n, x))}
-    found = [n for n in kinds if any(depends(scale, n) for scale in group.scales.values())]
-    turns = "amaxes of columns" in map(kinds.__getitem__, found)
-    if len(found) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
+    amaxes = [n for n in kinds if any(depends(scale, n) for scale in group.scales.values())]
+    turns = "amaxes of columns" in map(kinds.__getitem__, amaxes)
+    if len(amaxes) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
         return None
-    own = Group(group.products, dict(group.after))
-    computed = [x for x in map(_measured, found) if x not in group.after]
-    own.add(n for x in computed for n in computed_from(x, group.products)[0])
-    own.arranged = {x: a for x, a in group.arranged.items() if x in own.matrices}
-    if not _is_orderly(own, set(found)):
+    before = Group(group.products, dict(group.after))
+    computed = [x for x in map(_measured, amaxes) if x not in group.after]
+    before.add(n for x in computed for n in computed_from(x, group.products)[0])
+    before.arranged = {x: a for x, a in group.arranged.items() if x in before.matrices}
+    if not _is_orderly(before, set(amaxes)):
         return None
-    made = [Made(kinds[n], (_measured(n),), n, val(n).dtype) for n in found]
-    return Match(own, made, results_of(own, made))
+    made = [Made(kinds[n], (_measured(n),), n, val(n).dtype) for n in amaxes]
+    return Match(before, made, results_of(before, made))
 
 
 def _measured(amaxes: fx.Node) -> fx.Node:
@@ -310,7 +310,7 @@ def _measured(amaxes: fx.Node) -> fx.Node:
 
 
 def _amaxes_kind(node: fx.Node, x: fx.Node) -> str:
-    """Return the kind of output that `node` is as amaxes of a matrix `x`; "" if it is something else."""
+    """Return the kind of output that `node` is as amaxes of a matrix `x`; "" if it is not one."""
     if node.target is not aten.amax.default or len(node.args) < 2:
         return ""
     if first(node).target is not aten.abs.default or first(first(node)) is not x:
@@ -452,7 +452,7 @@ def plan_of(m: Match) -> TilesPlan:
     piles = tuple((i, heights) for i, n in enumerate(group.inputs) if (heights := group.heights(n)))
     dtypes = tuple(val(n).dtype for n in group.inputs)
     ops = map(KernelOp.of, sorted((*group.computes, *group.replaced)))
-    at = tuple((of.first, code) for of, code in zip(ranges, codes, strict=True))
+    at = tuple((piece.first, code) for piece, code in zip(ranges, codes, strict=True))
     columns = group.products.n // ranges[0].parts
     return TilesPlan(rows, columns, at, outputs, dtypes, piles, choices, blocks, half, tuple(ops))
 
@@ -494,13 +494,13 @@ def _code(module: fx.GraphModule, columns: Columns, group: Group, width: int) ->
 
 def _choices(group: Group) -> tuple[Choice, ...]:
     if group.blocks:
-        found = in_blocks((b.rows, b.columns) for b in group.blocks.values())
+        choices = in_blocks((b.rows, b.columns) for b in group.blocks.values())
     elif len(group.matrices) == 1 and not group.arranged:
-        found = LIGHT
+        choices = LIGHT
     else:
-        found = HEAVY if group.quantizes or group.arranged else AMAXES
+        choices = HEAVY if group.quantizes or group.arranged else AMAXES
     # sums depend on how a tile is divided among threads
-    return found[:1] if group.sums and is_deterministic() else found
+    return choices[:1] if group.sums and is_deterministic() else choices
 
 
 def _blocks(b: BlockScales, m: Match) -> ResultBlocks:

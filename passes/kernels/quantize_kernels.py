@@ -57,5 +57,5 @@ def is_large_on_gpu(x_q: fx.Node) -> bool:
     if x_q.target is not QUANTIZE or (hardware.pretended_device or val(x_q).device).type != "cuda":
         return False
     shape = val(x_q).shape
-    known = all(isinstance(size, int) for size in shape) and len(shape) > 1
-    return known and val(x_q).numel() >= LEAST_ELEMENTS
+    is_static = all(isinstance(size, int) for size in shape) and len(shape) > 1
+    return is_static and val(x_q).numel() >= LEAST_ELEMENTS

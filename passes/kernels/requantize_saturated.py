@@ -51,8 +51,8 @@ def check(x_q: fx.Node) -> bool:
     """Check that the tensor is on a GPU, contiguous, and of known sizes."""
     x = val(first(x_q))
     device = hardware.pretended_device or x.device
-    known = all(isinstance(size, int) for size in x.shape)
-    return device.type == "cuda" and known and x.is_contiguous() and x.numel() > 0 and val(x_q).is_contiguous()
+    is_static = all(isinstance(size, int) for size in x.shape)
+    return device.type == "cuda" and is_static and x.is_contiguous() and x.numel() > 0 and val(x_q).is_contiguous()
 
 
 class RequantizeSaturated:

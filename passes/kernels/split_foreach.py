@@ -97,7 +97,7 @@ def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
         more = iter(given)
         values: list[Any] = [next(more) if is_tensor(a) else a for a in args]
         kwargs = dict(node.kwargs)
-        if op in ("addcdiv", "addcmul") and len(values) > 3:  # `value` is positional in `_foreach_` ops, else a keyword
+        if op in ("addcdiv", "addcmul") and len(values) > 3:  # `value` is positional in `_foreach_` ops only
             kwargs["value"] = values.pop()
         result: Tensor = getattr(aten, op)(*values, **kwargs)
         return result

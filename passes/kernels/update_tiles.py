@@ -91,9 +91,9 @@ def _destinations(m: TransposedCopy) -> list[fx.Node]:
     An empty list if either tensor has another reader.
     """
     writes = [*map(_write_of, m.copy.users), *(_write_of(u) for u in m.x_q.users if u is not first(m.copy))]
-    found = [w for w in writes if w is not None]
+    complete = [w for w in writes if w is not None]
     alone = len(first(m.copy).users) == 1 and first(first(m.copy)) is m.x_q
-    return found if alone and len(found) == len(writes) == 2 else []
+    return complete if alone and len(complete) == len(writes) == 2 else []
 
 
 def _write_of(user: fx.Node) -> fx.Node | None:
@@ -148,8 +148,8 @@ def _update_in_tiles(build: Builder, m: TransposedCopy, tiles: list[int], comput
     in_tiles, made_of = _InTiles(build, m.x, tiles), _large_sources(m.x)
 
     def belongs(value: fx.Node) -> bool:
-        alike = val(value).shape == val(m.x).shape and _is_elementwise(value)
-        return alike and bool(made_of & _large_sources(value))
+        same_shape = val(value).shape == val(m.x).shape and _is_elementwise(value)
+        return same_shape and bool(made_of & _large_sources(value))
 
     copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in computed]
     writes = [n for n in copies if first(n).op == "placeholder" and belongs(as_node(n.args[1]))]

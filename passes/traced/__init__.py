@@ -1,1 +1,1 @@
-"""Passes over a graph of ATen ops that somebody else has traced: they insert quantize-dequantize around its matmuls."""
+"""Passes over a graph of ATen ops that the user has traced: they insert quantize-dequantize around its matmuls."""

@@ -145,8 +145,8 @@ def backward_of(graph: fx.Graph) -> set[fx.Node]:
     if tangents:
         return _dependents(graph, tangents)
     seeds = [n for n in graph.nodes if _is_one(n)]
-    found = _dependents(graph, seeds)
-    return found if any(n.target in MATMULS for n in found) else set()
+    backward = _dependents(graph, seeds)
+    return backward if any(n.target in MATMULS for n in backward) else set()
 
 
 def _is_one(node: fx.Node) -> bool:
@@ -214,9 +214,9 @@ class Finder:
 
     def _gradient_of(self, node: fx.Node) -> fx.Node | None:
         """Return the factor that depends on a gradient; None, and note the reason, if that is not just one of them."""
-        found = [x for x in operands(node) if x in self.backward]
-        if len(found) == 1:
-            return found[0]
+        gradients = [x for x in operands(node) if x in self.backward]
+        if len(gradients) == 1:
+            return gradients[0]
         self.reasons[node] = "both of its operands depend on a gradient, as in a second derivative"
         return None
 
@@ -228,7 +228,7 @@ class Finder:
         left = list(nodes)
         while fits := self._fits(left):
             most = max(map(len, fits.values()))
-            best = [number for number, of in fits.items() if len(of) == most]
+            best = [number for number, products in fits.items() if len(products) == most]
             # autograd goes back through the forward, so of several gradients the first belongs to the last layer
             is_one_each = len(best) == 1 + sum(set(best) == set(self._fits(other)) for other in later)
             if len(best) > 1 and not is_one_each and not self.may_confuse([self.layers[n].output for n in best]):
@@ -244,9 +244,9 @@ class Finder:
         fits: dict[int, list[TracedProduct]] = {}
         for node in nodes:
             for layer, product in self._candidates(node):
-                of = fits.setdefault(self.values.of(layer.output), [])
-                if product.kind not in [p.kind for p in of]:
-                    of.append(product)
+                fitting = fits.setdefault(self.values.of(layer.output), [])
+                if product.kind not in [p.kind for p in fitting]:
+                    fitting.append(product)
         return dict(sorted(fits.items()))
 
     def _note(self, nodes: list[fx.Node], reason: str) -> None:
@@ -295,10 +295,10 @@ def _fits(output: fx.Node, node: fx.Node, product: TracedProduct, position: int,
     if not _equal(shape[-1:], shape[-2:-1]):
         return True
     # of a square matrix only the strides show whether it is transposed
-    strides, own = list(read.stride()), list(val(factor).stride())
+    strides, expected = list(read.stride()), list(val(factor).stride())
     if product.is_transposed(position):
         strides[-2:] = strides[:-3:-1]
-    return _equal(strides, own) or not _equal(_sorted(strides), _sorted(own))
+    return _equal(strides, expected) or not _equal(_sorted(strides), _sorted(expected))
 
 
 def _sorted(strides: list[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ after    scale_, amax_history_ = roll(scale: f32[T], amax_history: f32[H, T], am
          x_, amax_x = qdq(x, scale_[0]);  w_, amax_w = qdq(w, scale_[1]);  dy_, amax_dy = qdq(dy, scale_[2])
          y = mm(x_, permute(w_)) + b;  dx = mm(dy_, w_);  dw = mm(permute(dy_), x_)
          return ..., scale_, amax_history_, stack([amax_x, amax_w, amax_dy])
-changes  the numbers, to those of FP8: to those that the annotate pass's quantize-dequantize gives
+changes  numerics, to those of FP8: the same as those of the annotate pass's quantize-dequantize
 
 The state of delayed scaling becomes inputs after all others, and its new values outputs after all others: nothing is
 written in place. A tensor that two matmuls read is quantized once, before its views, and has one slot. A graph without
@@ -115,8 +115,8 @@ class _Planner:
         self.values = Values(graph)
         finder = Finder(graph, self.values, self._has_one_recipe).run()
         self.layers, self.reasons = list(finder.layers.values()), finder.reasons
-        if (found := finder.disguised()) is not None:
-            context.notes.append(_disguise(*found))
+        if (disguised := finder.disguised()) is not None:
+            context.notes.append(_disguise(*disguised))
         self.records = any(layer.trains for layer in self.layers)
         self.factors: dict[fx.Node, tuple[TracedProduct, tuple[Factor, Factor]]] = {}
         self.slots: dict[Hashable, _Slot] = {}
@@ -378,12 +378,12 @@ class _Writer:
             new = [self.amaxes[number, i] for i in range(len(table.names))]
 
             def record(*amaxes: Tensor, on_nonfinite: str = on_nonfinite) -> Tensor:
-                found = torch.stack(amaxes)
-                return scaling.merge_amax(torch.full_like(found, scaling.NOTHING), found, on_nonfinite)
+                latest = torch.stack(amaxes)
+                return scaling.merge_amax(torch.full_like(latest, scaling.NOTHING), latest, on_nonfinite)
 
             (self.rolled[number][2],) = self.build.inline(output, record, *new)
         results: Any = output.args[0]
-        output.args = ((*results, *(n for of in self.rolled for n in of)),)
+        output.args = ((*results, *(n for nodes in self.rolled for n in nodes)),)
 
     # -- Matmuls.
 
@@ -465,4 +465,4 @@ def _as_taken(view: fx.Node, y: fx.Node) -> tuple[Any, ...]:
 
 def _runs(limits: Sequence[float]) -> list[tuple[float, int]]:
     """Return the limits, and how often in a row each comes: two, as gradients come last."""
-    return [(limit, len(list(of))) for limit, of in itertools.groupby(limits)]
+    return [(limit, len(list(group))) for limit, group in itertools.groupby(limits)]

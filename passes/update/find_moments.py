@@ -37,13 +37,13 @@ def moments_of(
     in bfloat16. Otherwise second moments in bfloat16 stay as they are: each op would round their small changes off.
     """
     stored = {ref: example(module, node) for node, ref in refs(module.graph).items()}
-    found = [
+    moments = [
         Moment(p, x.stored_as, torch.float32 if in_float32 else x.dtype, division_of(stored[p]))
         for p in written
         if (x := moment_of(stored[p])) is not None
     ]
     if not any(_is_candidate(stored[p]) for p in written):
-        return found  # without tracing the update, which takes time
+        return moments  # without tracing the update, which takes time
     graph, new = _in_aten(module, written)
     inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     degrees = _PolynomialDegree()
@@ -63,16 +63,16 @@ def moments_of(
         has_root = any(u.target in _ROOTS for u in _below(value))
         if degree == 1 and not has_root:
             dtype = torch.float32 if in_float32 else size.dtype
-            found.append(Moment(ref, wanted.format("first", size), dtype, division_of(size)))
+            moments.append(Moment(ref, wanted.format("first", size), dtype, division_of(size)))
         elif degree == 2 and has_root and (size.dtype == torch.float32 or (in_float32 and wanted.second != "float16")):
-            found.append(Moment(ref, wanted.format("second", size), torch.float32, division_of(size)))
-    return found
+            moments.append(Moment(ref, wanted.format("second", size), torch.float32, division_of(size)))
+    return moments
 
 
 def _is_candidate(x: Tensor) -> bool:
-    """Return whether `x` may become a moment in FP8. Its size on all ranks together decides, so that all decide alike.
+    """Return whether `x` may become a moment in FP8. Its size on all ranks decides, so all ranks decide the same.
 
-    A rank whose part is empty stores nothing of it.
+    A rank whose part is empty stores none of it.
     """
     if moment_of(x) is not None or x.requires_grad or not x.is_floating_point():
         return False
@@ -88,24 +88,26 @@ def _in_aten(
     module.recompile()
     values = {ref: example(module, node) for node, ref in refs(module.graph).items()}
     kinds = {ref: _kind(module, node) for node, ref in refs(module.graph).items()}
-    known = {ref: x for ref, x in values.items() if isinstance(x, Tensor)}
-    modes = [x.fake_mode for x in known.values() if isinstance(x, FakeTensor)]
+    tensor_values = {ref: x for ref, x in values.items() if isinstance(x, Tensor)}
+    modes = [x.fake_mode for x in tensor_values.values() if isinstance(x, FakeTensor)]
 
     def update(**tensors: Tensor) -> list[Tensor]:
-        given = dict(zip(known, tensors.values(), strict=True))
+        given = dict(zip(tensor_values, tensors.values(), strict=True))
         _RunOnTensors(module, given).run(enable_io_processing=False)
         return [given[ref] for ref in written]
 
     with modes[0] if modes else FakeTensorMode(), torch.no_grad():
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in known.values()]
-        names = [f"{kinds[ref]}_{i}" for i, ref in enumerate(known)]
+        fakes = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensor_values.values()
+        ]
+        names = [f"{kinds[ref]}_{i}" for i, ref in enumerate(tensor_values)]
         traced = make_fx(functionalize(lambda *xs: update(**dict(zip(names, xs, strict=True)))))(*fakes)
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, names, strict=True):
         node.name = name  # make_fx names inputs by itself; `moments_of` tells gradients by these names
-    of = dict(zip(known, inputs, strict=True))
+    input_of = dict(zip(tensor_values, inputs, strict=True))
     results: Any = traced.graph.output_node().args[0]
-    return traced.graph, {ref: (of[ref], value) for ref, value in zip(written, results, strict=True)}
+    return traced.graph, {ref: (input_of[ref], value) for ref, value in zip(written, results, strict=True)}
 
 
 def _kind(module: fx.GraphModule, node: fx.Node) -> str:
@@ -123,11 +125,11 @@ class _RunOnTensors(fx.Interpreter):
         self.refs = refs(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return the given tensor of an input or attribute, or else run the node. Symbolic numbers become 1.0."""
+        """Return the given tensor of an input or attribute; run other nodes. Symbolic numbers become 1.0."""
         if n in self.refs:
             return self.given.get(self.refs[n], example(self.module, n))
-        known = n.meta.get("example_value")
-        return 1.0 if isinstance(known, (torch.SymFloat, torch.SymInt)) else super().run_node(n)
+        traced_value = n.meta.get("example_value")
+        return 1.0 if isinstance(traced_value, (torch.SymFloat, torch.SymInt)) else super().run_node(n)
 
 
 _ROOTS = {aten.sqrt.default, aten.rsqrt.default}
@@ -201,8 +203,8 @@ def _above(node: fx.Node) -> set[fx.Node]:
 
 def _below(node: fx.Node, steps: int = 3) -> set[fx.Node]:
     """Return nodes that read `node` within `steps` ops: a root follows soon, after a maximum or a bias correction."""
-    found, near = set(), {node}
+    below, near = set(), {node}
     for _ in range(steps):
         near = {u for n in near for u in n.users if u.op == "call_function"}
-        found |= near
-    return found
+        below |= near
+    return below

@@ -47,10 +47,10 @@ def _lift(graph: fx.Graph, moments: Set[TensorRef]) -> dict[TensorRef, fx.Node]:
         if ref not in moments and isinstance(x, Tensor) and x.dtype == torch.bfloat16:
             nodes.setdefault(ref, []).append(node)
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    found: dict[TensorRef, fx.Node] = {}
+    copies: dict[TensorRef, fx.Node] = {}
     for ref, same in nodes.items():
-        last = found[ref] = _copied(graph, same, last)
-    return found
+        last = copies[ref] = _copied(graph, same, last)
+    return copies
 
 
 def _copied(graph: fx.Graph, same: Sequence[fx.Node], after: fx.Node) -> fx.Node:

@@ -43,13 +43,13 @@ class SkipNonfinite:
         if not key.restore_if_skipped:
             return 0
         names = "amax_forward", "amax_backward", "amax_weights"
-        amaxes = [of[name] for of in context.slot_inputs for name in of if name in names]
+        amaxes = [inputs[name] for inputs in context.slot_inputs for name in inputs if name in names]
         decoded = {*(m.ref for m in key.moments), *key.rounded}
         # of a moment, the decoded tensor is restored, before WriteMoments stores it; likewise of one to be rounded
-        others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in decoded])
+        restored = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in decoded])
         count = [] if context.updates is None else [context.updates]
         counts = context.take(graph, "counts", attrgetter("counts"))
-        written = [*others, *context.moments, *context.rounded, *count]
+        written = [*restored, *context.moments, *context.rounded, *count]
         context.skipped = _skip(graph, counts, written, amaxes)
         return len(key.restore_if_skipped)
 
@@ -58,14 +58,14 @@ def _at_beginning(graph: fx.Graph, wanted: Sequence[TensorRef]) -> list[fx.Node]
     """Return nodes for the tensors at the places `wanted`, before every node that computes something."""
     nodes = {ref: node for node, ref in refs(graph).items()}
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    found = []
+    read = []
     for ref in wanted:
         if isinstance(ref, str):
             with graph.inserting_after(last):  # the graph's own `get_attr` may come later than nodes that read this one
                 last = graph.get_attr(ref)
             last.meta = dict(nodes[ref].meta)
-        found.append(last if isinstance(ref, str) else nodes[ref])
-    return found
+        read.append(last if isinstance(ref, str) else nodes[ref])
+    return read
 
 
 def _skip(graph: fx.Graph, counts: fx.Node, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:

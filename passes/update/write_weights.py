@@ -9,8 +9,8 @@ or       write_weight_by_itself(quantizer, [p], scales, [x_q: f8[N, K]], [x_t: f
 changes  no existing value; the copy equals the one that the next forward would have computed, or has the scale of a
          predicted amax, `s = predicted_scales(...)`
 
-Of a weight that is divided among ranks, each rank writes the copy of its part. The scale of the next step comes from
-the largest amax of all ranks, which are reduced after the step; so they are reduced here too, `amaxes_of_ranks`.
+If a weight is sharded, each rank writes the copy of its shard. The scale of the next step comes from the largest amax
+of all ranks, which are reduced after the step; so they are reduced here too, `amaxes_of_ranks`.
 
 Runs on Dynamo's graph of an update: a graph that writes into parameters and returns nothing that requires a gradient.
 Optimizers are not recognized by name. After AOTAutograd the parameter's `copy_` and these writes read one value, so
@@ -64,8 +64,8 @@ def _write(graph: fx.Graph, context: UpdateContext) -> None:
             scale, history, amaxes_now = (of_slots[name] for name in ("scale", "amax_history", "amax_weights"))
             if slots.over:
                 amaxes_now = graph.call_function(ops.amaxes_of_ranks, (amaxes_now, slots.over))
-            of: Any = (slots.recipe, slots.first, scale, history, amaxes_now)
-            scales = graph.call_function(ops.next_scales, of)
+            arguments: Any = (slots.recipe, slots.first, scale, history, amaxes_now)
+            scales = graph.call_function(ops.next_scales, arguments)
             predicted = tuple(w.index for w in writes if w.slots == i and w.predicted)
             bounds = [bounds_of[i]] if predicted else []
             if predicted:
@@ -79,9 +79,9 @@ def _write(graph: fx.Graph, context: UpdateContext) -> None:
             graph.call_function(ops.write_weight_copy_scales, (of_slots["weight_copy_scales"], scales, amaxes))
             if predicted:
                 graph.call_function(ops.note_overshoot, (*bounds, scales, amaxes, predicted))
-        for w, (parts, *others) in to_write:
+        for w, (parts, *rest) in to_write:
             if w.by_itself is not None:
-                of_itself: Any = (w.by_itself, parts, *others)
+                of_itself: Any = (w.by_itself, parts, *rest)
                 graph.call_function(ops.write_weight_by_itself, of_itself)
 
 
@@ -102,8 +102,8 @@ def _inputs_of(
     parts = range(len(w.parts))
     copies = several("x_q", "copies", parts if "x_q" in w.stored else ())
     transposes = several("x_t", "transposes", parts if "x_t" in w.stored else ())
-    others = several("part", "parts", [k for k in parts if w.parts[k] is None])
-    return [[others.pop(0) if ref is None else nodes[ref] for ref in w.parts], *scales, copies, transposes]
+    several_parts = several("part", "parts", [k for k in parts if w.parts[k] is None])
+    return [[several_parts.pop(0) if ref is None else nodes[ref] for ref in w.parts], *scales, copies, transposes]
 
 
 def _bounds(index: int, call: UpdateCall) -> Tensor:

@@ -58,8 +58,8 @@ def in_bfloat16(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[Te
 
 def real_inputs(module: fx.GraphModule) -> list[Any] | None:
     """Return the real inputs that Dynamo compiles the graph for; None if one of them is not recorded."""
-    known = [n.meta.get("grapharg") for n in module.graph.nodes if n.op == "placeholder"]
-    return None if any(arg is None for arg in known) else [arg.example for arg in known]
+    arguments = [n.meta.get("grapharg") for n in module.graph.nodes if n.op == "placeholder"]
+    return None if any(arg is None for arg in arguments) else [arg.example for arg in arguments]
 
 
 def refs(graph: fx.Graph) -> dict[fx.Node, TensorRef]:
@@ -109,10 +109,11 @@ class _OnFakes(fx.Interpreter):
         return {ref for ref, x in self.of.items() if _storage(x) in writes.into}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return a fake for an input or attribute, or else run the node. Symbolic numbers keep the graph's symbols."""
+        """Return a fake for an input or attribute; run other nodes. Symbolic numbers keep the graph's symbols."""
         if n not in self.refs:
-            known = n.meta.get("example_value")
-            return known if isinstance(known, (torch.SymFloat, torch.SymInt, torch.SymBool)) else super().run_node(n)
+            traced_value = n.meta.get("example_value")
+            is_symbolic = isinstance(traced_value, (torch.SymFloat, torch.SymInt, torch.SymBool))
+            return traced_value if is_symbolic else super().run_node(n)
         ref, x = self.refs[n], example(self.module, n)
         if not isinstance(x, Tensor):
             return x
@@ -126,7 +127,7 @@ class _OnFakes(fx.Interpreter):
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records written tensors by op schemas: on fake tensors, `_foreach_` ops do not bump versions."""
 
-    # else torch raises at a higher-order op, torch.cond say; none is taken to write
+    # otherwise torch raises at a higher-order op such as torch.cond; none is taken to write
     supports_higher_order_operators = True
 
     def __init__(self) -> None:

@@ -236,8 +236,8 @@ FAULTS = (
     ),
     Fault(
         "missing all-reduce of a dynamic scale",
-        'elif of == "whole":',
-        'elif of == "all":',
+        'elif ranks == "whole":',
+        'elif ranks == "all":',
         "Each rank quantizes its part of a gathered tensor with its own scale; all are dequantized with one scale.",
     ),
     Fault(

@@ -369,7 +369,7 @@ def test_nothing_watched() -> None:
     model = nn.Linear(32, 48)
     run = compiled(model, lowering="eager")
     run(batches(1, 16, 32)[0])
-    with pytest.raises(fp8pass.Fp8Error, match="nothing of this model is watched"):
+    with pytest.raises(fp8pass.Fp8Error, match="no tensor of this model is watched"):
         fp8pass.stats(model)
     for option in ("monitor_steps", "monitor_interval"):
         with pytest.raises(ValueError, match=f"{option}=0: a number of steps, 1 or more"):

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8pass.base import scaling
 from fp8pass.passes.common.patterns import as_node, constant
-from fp8pass.passes.joint.check_shared_scales import is_shared, unpoisoned
+from fp8pass.passes.joint.check_shared_scales import is_shared, without_nan
 from fp8pass.passes.joint.collective_chains import marked, unmarked
 from fp8pass.quant import ops, sharded
 from tests.helpers.harness import capture
@@ -63,15 +63,15 @@ def test_the_same_on_all_ranks(function: Callable[[Tensor], Tensor], of_world: b
 def test_poison_is_taken_off() -> None:
     world, half = GROUPS["world"], GROUPS["half"]
     poisoned = result(lambda x: scaling.inverse_unless_nonfinite(shared(x)[0], x[1]).view(1))
-    finite = unpoisoned(poisoned, world)
+    finite = without_nan(poisoned, world)
     assert is_shared(finite, world)
     assert not is_shared(poisoned, world)
-    assert unpoisoned(finite, world) is finite
-    assert unpoisoned(result(lambda x: torch.where(x[1] < 3, shared(x)[0], float("nan"))), world) is None
-    assert unpoisoned(result(lambda x: torch.where(x[1] < float("inf"), shared(x)[0], 1.0)), world) is None
-    assert unpoisoned(result(lambda x: scaling.inverse_unless_nonfinite(shared(x, "half")[0], x[1])), world) is None
+    assert without_nan(finite, world) is finite
+    assert without_nan(result(lambda x: torch.where(x[1] < 3, shared(x)[0], float("nan"))), world) is None
+    assert without_nan(result(lambda x: torch.where(x[1] < float("inf"), shared(x)[0], 1.0)), world) is None
+    assert without_nan(result(lambda x: scaling.inverse_unless_nonfinite(shared(x, "half")[0], x[1])), world) is None
     of_half = result(lambda x: scaling.inverse_unless_nonfinite(shared(x, "half")[0], x[1]))
-    assert unpoisoned(of_half, half) is not None
+    assert without_nan(of_half, half) is not None
 
 
 def test_marks_are_known() -> None:
