@@ -131,6 +131,7 @@ class Delayed:
     def with_amax(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[])."""
         new = scaling.amax(x)
+        # `new` is the amax of this rank's part: not the one to scale by if ranks have other parts
         scale = self._scale(x, scales, None if self.over else new)
         x_q = scaling.quantize(x, scale, self.dtype)
         return x_q, scaling.inverse_unless_nonfinite(scale, new), new
@@ -168,6 +169,7 @@ class Delayed:
         if self.bootstrap:
             amax = _amax_of_whole(x, self.over)
             dynamic = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+            # not a branch: Python would wait for the GPU, and Dynamo would break the graph
             scale = torch.where(scale == 0, dynamic, scale)
         return scale
 
@@ -343,6 +345,8 @@ def _inverse(order: list[int]) -> list[int]:
 
 def _reciprocal_of_e8m0(codes: Tensor) -> Tensor:
     """Return `2**(127 - code)`, f32. Not as 1 / value: code 0 stands for 2**-127, which GPUs flush to 0."""
+    # 1: for codes 254 and 255 (NaN) the exponent would be that of a subnormal number or negative. A block of code 255
+    # is NaN after dequantizing, whatever it is multiplied by here
     exponent = (254 - codes.to(torch.int32)).clamp(1, 254)
     return (exponent << 23).view(torch.float32)
 
@@ -757,6 +761,7 @@ def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor,
     weight_copy_scales: f32[2, W], whose second row has the amaxes before the update. bounds: f32[3, n], for each index
     the fields of `weight_bounds.Bound`; infinite ones keep the scale. The scale is `fp8_max / (grows * amax + moves)`.
     """
+    # selects, not an index tensor, which would have to be copied to the GPU
     amax = torch.stack([weight_copy_scales[1, i] for i in indices])
     kept = torch.stack([scales[i] for i in indices])
     new = scaling.scale_from_amax(bounds[0] * amax + bounds[1], scaling.fp8_max(scaling.E4M3), kept)
@@ -785,6 +790,8 @@ def write_weight(
     """
     amaxes = []
     for i, part in enumerate(map(part_of, parts)):
+        # the update's kernel has the weight in float32, and its copy must be that of the weight in memory: see
+        # `_rounded`
         stored = part if part.dtype == torch.float32 else ROUNDED(part)
         amaxes.append(scaling.amax(stored))
         _store(scaling.quantize(stored, scales[index], scaling.E4M3), copies[i : i + 1], transposes[i : i + 1])
@@ -858,7 +865,7 @@ def next_moment_scales(targets: tuple[float, ...], moment_scales: Tensor, skippe
 
     targets: `Format.target` of each moment, equal ones one after another.
     """
-    now = moment_scales[0].reciprocal()
+    now = moment_scales[0].reciprocal()  # exact: scales are powers of two
     runs = [(target, len(list(same))) for target, same in itertools.groupby(targets)]
     parts = torch.split(moment_scales[1], [count for _, count in runs])
     wanted = torch.cat([torch.full_like(part, target) for part, (target, _) in zip(parts, runs, strict=True)])

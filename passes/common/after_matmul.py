@@ -79,11 +79,11 @@ class Products:
             # a reshape is computed in the shape of what it reads; a tensor that is read as it is stands for both
             computes = first(reader) if reader.target in RESHAPES and reader is not node else reader
             leading = val(computes).shape[:-1]
-            is_apart_only = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
-            if not apart or not is_apart_only:
+            same_rows = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
+            if not apart or not same_rows:
                 return None
             layout = (hint_of(self.m), shape[-1]), (strides[-2], strides[-1])
-        return layout if all(isinstance(x, int) for sizes_of_part in layout for x in sizes_of_part) else None
+        return layout if all(isinstance(x, int) for numbers in layout for x in numbers) else None
 
     def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
         """Return a tensor as `layout` describes it."""
@@ -235,7 +235,7 @@ class TileEpilogue:
             for node in todo.pop().all_input_nodes:
                 if node not in nodes and node.op == "call_function" and all(u in nodes for u in node.users):
                     nodes.add(node)
-                    todo += [node] if node is not self.matmul else []
+                    todo += [node] if node is not self.matmul else []  # the kernel reads its operands
         return nodes
 
     def add(self, nodes: Iterable[fx.Node]) -> None:
@@ -256,6 +256,7 @@ def epilogue_of(products: Products) -> TileEpilogue | None:
     _add_what_inputs_are_computed_from(e)
     if e.quantizes:
         _add_companions(e)
+    # after the companions, which may have transposed copies; before `_kept`, since copies are outputs, not readers
     e.copies = {t.copy: t.x_q for t in turned(e) if e.is_turned(t)}
     e.kept = _kept(e)
     needed = _computing(e, [*e.ends, *([e.kept] if e.kept is not None else [])])
@@ -334,6 +335,7 @@ def _add_what_inputs_are_computed_from(e: TileEpilogue) -> None:
     """Compute inputs in the kernel that cost no further reads there: constants, and functions of one other tensor."""
     computed = set[fx.Node]()
     while True:
+        # again after each round: the inputs of ops that were added may be computed in the kernel as well
         sources = {n: computed_from(n, e.products) for n in e.inputs}
         computed |= {leaf for _, leaves in sources.values() if len(leaves) <= 1 for leaf in leaves}
         taken = [n for n, (chain, leaves) in sources.items() if chain and (len(leaves) <= 1 or leaves <= computed)]

@@ -88,7 +88,7 @@ def in_its_modes(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the nodes, each with autocast set as it will be when the node runs."""
     entered: dict[Any, Any] = {}
     try:
-        for node in list(graph.nodes):
+        for node in list(graph.nodes):  # callers edit the graph meanwhile
             if node.target is enter_autocast:
                 entered[node] = enter_autocast(*node.args)
             elif node.target is exit_autocast:

@@ -123,6 +123,8 @@ def replace_by_kernel(
     """
     function, programs = kernel
     device = val(made[0].instead_of).device
+    # the op is functional, but Inductor lets the kernel write into these tensors, which nothing else reads
+    # (reinplace.py)
     outputs = {
         f"out{i}": build.emit(at, aten.empty.memory_format, shape, dtype=o.dtype, device=device)
         for i, (o, shape) in enumerate(zip(made, shapes, strict=True))

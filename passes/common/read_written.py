@@ -29,7 +29,7 @@ def read_written(graph: fx.Graph) -> int:
     readers_of = {write: readers for write in writes if (readers := match(write))}
     for write, readers in readers_of.items():
         same, last = _same(write), write
-        for node in filter(_is_computed, _chain(readers)):
+        for node in filter(_is_computed, _chain(readers)):  # in order, so that each stays after its inputs
             last.append(node)
             last = node
         for reader, x in itertools.product(readers, same):

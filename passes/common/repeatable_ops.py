@@ -43,6 +43,7 @@ def op_of(node: fx.Node) -> RepeatableOp | None:
         return None
     packets = {call.packet for call in called if not call.op.is_view}
     graded = [n for n in float_inputs(node) if value_of(n).requires_grad]
+    # a product is linear in its only factor that has a gradient (not x * x), and a quotient is in its numerator
     scales = packets <= _LINEAR | _SCALING and len(graded) == 1 and node.args.count(graded[0]) == 1
     linear = packets <= _LINEAR or (scales and not (aten.div in packets and node.args[0] is not graded[0]))
     return RepeatableOp(linear, packets <= {aten.clone, aten._unsafe_view}, any(map(_reduces, called)))
@@ -115,6 +116,7 @@ def keeps_its_result(node: fx.Node) -> bool:
         return False
     # autograd's nodes have what they save as attributes
     saved = (getattr(result.grad_fn, name) for name in dir(result.grad_fn) if name.startswith("_saved_"))
+    # each call wraps the storage in another Python object, so the C++ object is compared
     storage = result.untyped_storage()._cdata
     return any(isinstance(x, Tensor) and x.untyped_storage()._cdata == storage for x in saved)
 

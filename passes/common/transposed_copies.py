@@ -86,8 +86,8 @@ def check(m: TransposedCopy) -> bool:
 
 def comes_of_row_reduction(x: fx.Node) -> bool:
     """Return whether `x` is computed from statistics of rows that this graph takes, broadcast again: as norms do."""
-    behind = sources(x, lambda n: is_elementwise(n) and not _is_column(n))
-    return any(_is_column(n) and not has_one_element(n) and n.op != "placeholder" for n in (x, *behind))
+    origins = sources(x, lambda n: is_elementwise(n) and not _is_column(n))
+    return any(_is_column(n) and not has_one_element(n) and n.op != "placeholder" for n in (x, *origins))
 
 
 def _is_column(x: fx.Node) -> bool:

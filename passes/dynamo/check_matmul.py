@@ -217,7 +217,7 @@ def _for_frozen(recipe: Recipe, weight: Fp8Weight) -> Recipe:
 
 
 Splits = Mapping[sympy.Expr, Mapping[int, bool | None]]
-"""For each dynamic size: {value from which FP8 begins or ceases to be faster: True if this compilation serves the sizes
+"""For each dynamic size: {value at which FP8 becomes faster or slower: True if this compilation serves the sizes
 from there on}, as `split_sizes` has decided; None if it could not decide.
 """
 

@@ -279,15 +279,15 @@ def _as_linear(conv: Convolution) -> fx.Node:
 class _Operands:
     """The inputs of convolutions as matmul operands, shared until a write or a change of mode."""
 
-    known: dict[Hashable, fx.Node]
+    rows: dict[Hashable, fx.Node]
     stretch: int
 
     def of(self, write: CallWriter, conv: Convolution, layout: ConvolutionLayout) -> fx.Node:
         """Return the input of a convolution as rows [..., K]."""
         key = self.stretch, conv.x, conv.kernel, conv.stride, conv.transposed, layout.weight_last
-        if key not in self.known:
-            self.known[key] = _rows(write, conv, layout.weight_last)
-        return self.known[key]
+        if key not in self.rows:
+            self.rows[key] = _rows(write, conv, layout.weight_last)
+        return self.rows[key]
 
 
 def rewrite(graph: fx.Graph, conv: Convolution, layout: ConvolutionLayout, names: Names, operands: _Operands) -> None:
@@ -312,13 +312,13 @@ def _rows(write: CallWriter, conv: Convolution, last: bool) -> fx.Node:
     if conv.transposed:
         return write(torch.permute, x, [*range(lead), *range(lead + 1, lead + 1 + n), lead])
     cut = [k > 1 for k in conv.kernel]
-    for i in reversed(range(n)):
+    for i in reversed(range(n)):  # from the last on: a cut moves the dimensions after it
         x = _along(write, x, lead + 1 + i, conv.kernel[i], conv.stride[i])
     # the number of positions along each dimension; then, where a dimension is cut, the size of the kernel
     starts = [lead + 1 + i + sum(cut[:i]) for i in range(n)]
-    offsets = [start + 1 for start, is_cut in zip(starts, cut, strict=True) if is_cut]
-    x = write(torch.permute, x, [*range(lead), *starts, *((*offsets, lead) if last else (lead, *offsets))])
-    return write(torch.flatten, x, lead + n) if offsets else x
+    kernel_dims = [start + 1 for start, is_cut in zip(starts, cut, strict=True) if is_cut]
+    x = write(torch.permute, x, [*range(lead), *starts, *((*kernel_dims, lead) if last else (lead, *kernel_dims))])
+    return write(torch.flatten, x, lead + n) if kernel_dims else x
 
 
 def _along(write: CallWriter, x: fx.Node, dim: int, kernel: int, stride: int) -> fx.Node:
@@ -330,6 +330,7 @@ def _along(write: CallWriter, x: fx.Node, dim: int, kernel: int, stride: int) ->
     if not statically_known_true(size % kernel == 0):
         whole: Any = size - size % kernel
         if not isinstance(size, int):
+            # computed in the graph, for a number would fix the size
             whole = write(operator.mul, write(operator.floordiv, write(torch.Tensor.size, x, dim), kernel), kernel)
         x = write(torch.narrow, x, dim, 0, whole)
     return write(torch.unflatten, x, dim, (-1, kernel))

@@ -104,6 +104,7 @@ def described(value: Any) -> Hashable:
 
 def _described_tensor(value: Any) -> Hashable:
     key: list[Hashable] = [isinstance(value, torch.nn.Parameter), value.dtype, value.device, value.layout]
+    # as text: a comparison of symbolic sizes would add a guard, and they can't be hashed
     key += [value.requires_grad, str(tuple(value.shape))]
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()

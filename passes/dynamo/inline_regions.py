@@ -64,6 +64,7 @@ class _Inliner:
         holder, name, *operands = _args(call)
         body = getattr(module, holder.target)
         given: list[Path | None] = [_innermost(call), *(paths.get(x) for x in operands)]
+        # the first call that has this body is the one that Dynamo traced: its modules are those in the body's metadata
         renames = _renames(self.traced.setdefault(name, given), given)
         copies: dict[fx.Node, Any] = dict(zip(_inputs(body), operands, strict=True))
         inner = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]

@@ -3,7 +3,7 @@
 before   q: bf16[..., Q] = linear(x: bf16[..., K], w_q: bf16[Q, K]);  k = linear(x, w_k);  v = linear(x, w_v)
 after    y: bf16[..., Q + R + R] = linear(x, cat([w_q, w_k, w_v]))
          q, k, v = split(y, [Q, R, R], -1);  v = contiguous(v)
-changes  the numbers: the weights share a scale, and so do the gradients of the results. The gradient of x is summed in
+changes  numerics: the weights share a scale, and so do the gradients of the results. The gradient of x is summed in
          float32, within one matmul, instead of as bfloat16 tensors
 
 One matmul is launched instead of three, forward and backward, and the gradient of x is written once instead of once
@@ -158,6 +158,7 @@ def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
 @torch.no_grad()
 def _readers(result: fx.Node, merged: Tensor) -> set[Any]:
     """Return the targets that read `result`, or a view of it, as a slice of `merged`, and are not elementwise."""
+    # the first part stands for each: all have the same strides, and only these matter
     values: dict[fx.Node, Any] = {result: merged.narrow(-1, 0, _example(result).shape[-1])}
     targets: set[Any] = set()
     todo = sorted(result.users)

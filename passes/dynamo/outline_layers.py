@@ -177,7 +177,7 @@ class _Outliner:
             setattr(self.module, names[key], function_of(pieces[0], self.module, is_shared=len(pieces) > 1))
         for piece in self.pieces:
             self._call(names[piece.structure.key], piece)
-        for node in reversed([n for n in self.module.graph.nodes if n in self.own]):
+        for node in reversed([n for n in self.module.graph.nodes if n in self.own]):  # readers first
             self.module.graph.erase_node(node)
         for node in self.module.graph.find_nodes(op="get_attr"):
             if not node.users:
@@ -210,32 +210,33 @@ def _outputs(piece: FunctionMatch) -> list[fx.Node]:
 
 def function_of(piece: FunctionMatch, module: fx.GraphModule, is_shared: bool) -> fx.GraphModule:
     """Return the graph of a piece. is_shared: True if it is called with the parameters of several layers."""
-    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     root = torch.nn.Module()
 
-    def twin(node: fx.Node) -> fx.Node:
-        if node.op == "get_attr" and node not in twins:
+    def new_node(node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node not in copies:
             setattr(root, str(node.target), getattr(module, str(node.target)))
-            twins[node] = graph.get_attr(str(node.target))
-        return twins[node]
+            copies[node] = graph.get_attr(str(node.target))
+        return copies[node]
 
     for node in _inputs(piece):
-        twins[node] = _input(graph, node, is_shared)
+        copies[node] = _input(graph, node, is_shared)
     start, end = piece.modes, piece.modes.after(piece.nodes)
     outside = torch.is_grad_enabled()
     if start.grad_enabled != outside:
         graph.call_function(set_grad_enabled, (start.grad_enabled,))
     for node in start.autocasts:
-        twins[node] = graph.node_copy(node)
+        copies[node] = graph.node_copy(node)
     for node in piece.nodes:
-        twins[node] = graph.node_copy(node, twin)
+        copies[node] = graph.node_copy(node, new_node)
     for node in reversed(end.autocasts):
-        graph.call_function(exit_autocast, (twins[node],))
+        graph.call_function(exit_autocast, (copies[node],))
     if end.grad_enabled != outside:
         graph.call_function(set_grad_enabled, (outside,))
-    graph.output(tuple(twins[node] for node in _outputs(piece)))
+    graph.output(tuple(copies[node] for node in _outputs(piece)))
     function = fx.GraphModule(root, graph)
     function.meta = dict(module.meta)
+    # by this attribute AOTAutograd recognizes a graph of Dynamo's, whose inputs have sources (frontend_utils.py)
     function._param_name_to_source = {}  # type: ignore[assignment]
     return function
 

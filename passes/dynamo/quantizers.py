@@ -98,11 +98,11 @@ def is_uniform(pairs: dict[Kind, Pair], trains: bool) -> bool:
     """Return whether all matmuls are quantized, and each tensor has one quantizer for all matmuls that read it."""
     if len(pairs) < (len(FACTORS) if trains else 1):
         return False
-    ways: dict[Role, set[ops.Quantizer | None]] = {}
+    by_role: dict[Role, set[ops.Quantizer | None]] = {}
     for kind, pair in pairs.items():
         for role, quantizer in zip(FACTORS[kind], pair, strict=True):
-            ways.setdefault(role, set()).add(quantizer)
-    return all(len(matching) == 1 and None not in matching for matching in ways.values())
+            by_role.setdefault(role, set()).add(quantizer)
+    return all(len(matching) == 1 and None not in matching for matching in by_role.values())
 
 
 def quantizer_of(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:

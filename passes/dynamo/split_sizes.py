@@ -1,15 +1,15 @@
-"""Split the sizes that vary where FP8 begins to pay: a compilation serves the sizes on one side.
+"""Guard each dynamic size where FP8 becomes faster, so that a compilation serves the sizes on one side.
 
 before   y: bf16[s27, N] = linear(x: bf16[s27, K], w: bf16[N, K])       s27 from 2 on
 after    the same graph, for which Dynamo gets the guard s27 >= 1184    or s27 < 1184, as the call is that is compiled
 changes  nothing: a call on the other side is compiled anew, when there is one
 
-The roofline is solved for the size that varies, so no shape is guessed from its first value. Matmuls of a model differ
-in where they begin to pay, and each guard may cost a compilation. So values that are near to each other are one, the
-largest of them: a matmul may stay in high precision for a few more rows, and none runs in FP8 below `min_speedup`.
+The roofline is solved for the dynamic size, so no shape is guessed from its first value. Matmuls of a model differ in
+the size from which FP8 is faster, and each guard may cost a compilation. So values that are near to each other are one,
+the largest of them: a matmul may stay in high precision for a few more rows, and none runs in FP8 below `min_speedup`.
 
 Runs on Dynamo's graph, after merge_siblings, which makes other matmuls, and before annotate, which declines those that
-do not pay on this side.
+are not faster on this side.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SplitSizes:
     name = "split_sizes"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Decide on the side of each place, and fill `context.splits`; return the number of places."""
+        """Decide on which side of each value this compilation is, in `context.splits`; return the number of values."""
         if context.config.min_speedup == 0 or not has_symbols(graph):
             return 0
         begins, ends, sizes = dict[Any, set[int]](), dict[Any, set[int]](), dict[Any, Any]()
@@ -55,7 +55,7 @@ class SplitSizes:
             ends.setdefault(size, set()).update(last + 1 for _, last in prediction.pays or () if last is not None)
         guards = 0
         for size, values in begins.items():
-            # where one ceases to pay, which is rare, it stops at once
+            # a value from which FP8 is no longer faster, which is rare, is not merged with others
             merged = {value: value for value in _possible(ends[size], sizes[size])}
             merged |= merge(_possible(values, sizes[size]))
             sides = _sides(sizes[size], sorted(set(merged.values())), context)

@@ -38,7 +38,7 @@ def match(scale: fx.Node) -> fx.Node | None:
 
 
 def is_input(scales: fx.Node) -> bool:
-    """Return whether `scales`, of rows or blocks, are an input: Inductor drops ops that would lay an input out again."""
+    """Return whether `scales`, of rows or blocks, are an input: Inductor drops ops that lay an input out again."""
     base = through(scales, VIEWS | COPIES | CASTS | {FORCE_STRIDE_ORDER})
     return base.op == "placeholder" and val(base).dtype == val(scales).dtype
 

@@ -67,7 +67,7 @@ class Batches:
             x, rows_x = self._flat(x), self._flat_rows(rows_x)
             y, rows_y = self._entry(y, 0), self._entry(rows_y, 0)
         elif a.is_one_matrix():
-            columns = self._flat(self.layout.transposed(y))
+            columns = self._flat(self.layout.transposed(y))  # [B, N, K] as [B * N, K]
             x, rows_x = self._entry(x, 0), self._entry(rows_x, 0)
             y, rows_y = self.emit(aten.permute.default, columns, [1, 0]), self._flat_rows(rows_y)
         rows_a, rows_b, n = self.layout.rows_of_a(x), self.layout.rows_of_b(y), self.layout.size(y, -1)

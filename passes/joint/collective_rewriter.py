@@ -33,8 +33,8 @@ from fp8pass.passes.joint.check_shared_scales import (
     check_dequantized,
     check_gathered,
     group_of,
-    without_nan,
     uses_of_amaxes,
+    without_nan,
 )
 from fp8pass.passes.joint.collective_chains import (
     WAIT,

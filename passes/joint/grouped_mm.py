@@ -174,6 +174,7 @@ class _GroupedRewriter:
         scales = dq.rows.apply_views(dim, self.build.mode, self._emit)
         if val(scales).dtype != torch.float32:
             scales = self._emit(prims.convert_element_type.default, scales, torch.float32)
+        # a buffer, as in `scaled_mm`: of an expression Inductor would make a view with other strides
         scales = self._emit(aten.clone.default, scales, memory_format=torch.contiguous_format)
         return self._emit(FORCE_STRIDE_ORDER, scales, list(val(scales).stride()))
 

@@ -294,6 +294,7 @@ def _backward_kind(
             kinds.append((_equal(contracted, f.n), "grad_input"))
         if f.a in roots:
             kinds.append((_equal(contracted, f.m), "grad_weight"))
+    # one whose sizes fit; if none is known to, as sizes may be symbolic, the first
     return max(kinds, key=lambda kind: kind[0], default=(False, "grad_weight" if of_copy else "output"))[1]
 
 

@@ -22,7 +22,7 @@ an all-reduce. A scale of dynamic scaling is computed from the amax of the gathe
 is reduced over the group.
 
 Rows, and blocks of rows, that have a scale each are quantized by their own amaxes before the collective, and these are
-sent beside them: `row_scales.py` has that rewrite.
+sent beside them: see `collective_rows.py`.
 
 A record for a scale of `ops.shared` reads this rank's amax. Any other reader of the amax gets the amax of the whole
 tensor, by a reduction over the group, or from the rank that broadcasts. After an all-to-all there is no such amax.

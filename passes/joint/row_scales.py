@@ -111,9 +111,9 @@ class RowScale:
         if not _is_static(value):
             raise Reject("scale shape", f"{self._name()}, of a symbolic size, and is rearranged")
         repeated = [d for d, stride in enumerate(value.stride()) if stride == 0 and value.shape[d] != 1]
-        for keep in (repeated, *([r for r in repeated if r != d] for d in repeated)):
+        for keep in (repeated, *([r for r in repeated if r != d] for d in repeated)):  # all, then all but one
             small = [1 if d in keep else size for d, size in enumerate(value.shape)]
-            if view_ops.is_view(torch.empty(small, device="meta").expand(value.shape), shape):
+            if view_ops.is_view(torch.empty(small, device="meta").expand(value.shape), shape):  # meta: no memory
                 for d in keep:
                     scale = emit(aten.slice.Tensor, scale, d, 0, 1)
                 scale = emit(aten.clone.default, scale, memory_format=torch.contiguous_format)

@@ -5,8 +5,8 @@ before   w: f8[N, K]   = fp8pass.with_transpose(w_q, w_t: f8[K, N])
 after    w is w_q, t is w_t
 changes  nothing: `w_t` is that copy
 
-Both copies of a cached weight are written when it changes. Those of a tensor that
-several functions read are written by the one that quantizes it: see `ops.quantize_once`.
+Both copies of a cached weight are written when it changes. Those of a tensor that several functions read are written by
+the one that quantizes it: see `ops.quantize_once`.
 """
 
 from __future__ import annotations

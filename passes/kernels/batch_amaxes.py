@@ -160,6 +160,7 @@ class _RecordsRewriter:
         for group in groups[1:]:  # the vector of the first group would take one launch more (test_traffic.py)
             self._scales(group)
         amaxes = [self._last_stage(group) for group in groups]
+        # if each group's slots are consecutive, it writes its own slice, and need not wait for the other groups
         if all(group[-1].index + 1 - group[0].index == len(group) for group in groups):
             for group, amax in zip(groups, amaxes, strict=True):
                 self._record(group, amax)
@@ -183,6 +184,7 @@ class _RecordsRewriter:
         vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])  # Inductor then makes it a buffer
         for i, scale in enumerate(scales):
             element = self.build.emit(at, aten.select.int, vector, 0, i)
+            # `users` were listed before the vector was emitted, which goes on reading the scales
             scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
 
     def _last_stage(self, group: list[RecordSlot]) -> fx.Node:

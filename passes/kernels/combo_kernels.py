@@ -109,6 +109,7 @@ class _Grouping:
                 waiting[j].append(i)
         free = [i for i in self.small if not missing[i]]
         while free:
+            # the next large node that needs one of them gets all that are ready by then in one launch
             now = min(self.needed[i] for i in free)
             group = [i for i in free if self.levels[i] < now]
             group_of |= dict.fromkeys(group, len(times))

@@ -99,6 +99,8 @@ def address(index: sympy.Expr, columns: Columns | None = None) -> Address:
     first = columns.first if columns else 0
     for (dim, every), step in multiples.items():
         if dim == "column":
+            # COLUMN counts from the first column of the range: a quotient of it is the difference of two quotients only
+            # if the divisor divides `first`
             if first % every and step:
                 raise CannotFuse(f"columns from {first} on are not whole multiples of {every}")
             offset -= first // every * step
@@ -135,10 +137,11 @@ def _multiples(atom: sympy.Expr, half: int) -> dict[tuple[str, int], int]:
     if base == WITHIN:
         if (divisor, modulus) != (1, 0):
             raise CannotFuse(f"it reads an input at a multiple of {atom}")
-        return {("column", 1): 1, ("column", half): -half}
+        return {("column", 1): 1, ("column", half): -half}  # column % half
     dim, unit = {ROW: ("row", 1), COLUMN: ("column", 1), PAIR: ("column", half)}.get(base, ("", 0))
     if not unit or not all(sympy.sympify(n).is_Integer for n in (divisor, modulus)):
         raise CannotFuse(f"it reads an input at a multiple of {atom}")
+    # (x // d) % m = x // d - m * (x // (d * m))
     whole = {(dim, unit * int(divisor)): 1}
     return whole | ({(dim, unit * int(divisor * modulus)): -int(modulus)} if modulus else {})
 

@@ -41,6 +41,7 @@ def _as_sigmoids(lines: Sequence[str]) -> Iterator[str]:
         if (m := _TANH_CALL.fullmatch(line)) and _is_beside_one(m[1], lines, ones):
             x, factor = _factored(m[2], lines)
             halves[m[1]] = half = f"half_{m[1]}"
+            # the power of 2 is exp(-2 * x * factor), with all constants multiplied in advance
             yield f"{half} = inverse_of(tl.exp2({x} * {-2 * math.log2(math.e) * factor}) + 1.0)"
             yield f"{m[1]} = 2.0 * {half} - 1.0"  # for the square that is subtracted from 1
         elif (m := _SUM.fullmatch(line)) and m[2] in halves and m[3] in ones:

@@ -65,6 +65,7 @@ class Match:
 
 def match(matmul: fx.Node) -> Match | None:
     """Return what can go into the kernel of a `_scaled_mm`; None if nothing can."""
+    # as two halves first: ops that combine gate and up do not fit the whole matrix
     for products in products_of(matmul):
         if (e := epilogue_of(products)) is not None:
             made = list(outputs_of(e))
@@ -127,6 +128,7 @@ def tiled(plan: Plan, gpu: Gpu) -> Iterator[Plan]:
         raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
 
 
+# by plan and not by node: equal layers are timed once
 _fastest: dict[tuple[Plan, Gpu], Plan | str] = {}
 """{(a plan without a tile, a GPU): the plan with the fastest tile, or the reason why two kernels are better}."""
 
@@ -248,10 +250,11 @@ def rewrite(build: Builder, m: Match, plan: Plan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
     e, dead = m.epilogue, m.epilogue.closed()
     given = [a for a in e.matmul.args[:5] if isinstance(a, fx.Node)]
+    # a companion does not depend on the matmul, so its readers may stand before it
     at = min([e.matmul.next, *(user for o in m.made for user in o.instead_of.users)])
     move_before(at, [*given, *e.inputs])
     build.like = e.matmul
-    operands = dict(zip(["a", "b", "scale_a", "scale_b", "bias"], given, strict=False))
+    operands = dict(zip(["a", "b", "scale_a", "scale_b", "bias"], given, strict=False))  # without a bias, four
     inputs = {f"in{i}": node for i, node in enumerate(e.inputs, len(e.products.parts))}
     rows = build.emit(at, aten.sym_size.int, given[0], 0) if plan.matmul.symbolic else plan.matmul.m
     arguments = {**operands, **inputs, **({"m": rows} if plan.matmul.symbolic else {})}

@@ -94,6 +94,7 @@ def with_candidates(code: str, candidates: TileCandidates) -> str:
     """Return the code of a kernel with several configurations instead of one."""
     tiles = candidates.tiles
     if _reads_what_it_writes(code):
+        # tiles that differ only in their stages become one
         tiles = tuple(dict.fromkeys(CandidateTile(**{**asdict(t), "stages": 1}) for t in tiles))
     loops = LOOP in code
     # blocks that coordinate descent, as of `max-autotune`, must not exceed: the kernel has no masks for larger ones

@@ -156,6 +156,8 @@ def _epilogue(plan: Plan) -> Iterator[str]:
     if t.parts > 1:
         assert t.parts == 2, "tl.split makes two"
         for i in numbers:
+            # tl.split takes the last dimension, which must have size 2: the two halves of the columns become that
+            # dimension
             halves = f"tl.reshape(total{i}, ({t.rows}, 2, {t.width}))"
             yield f"left{i}, right{i} = tl.split(tl.permute({halves}, (0, 2, 1)))"
     for part in range(t.parts):
@@ -240,6 +242,7 @@ def _reads(plan: Plan) -> Iterator[str]:
 
 def _load(read: Read, plan: Plan) -> str:
     last = read.row * plan.matmul.m + read.column * plan.matmul.n + read.offset
+    # Triton computes addresses in int32 unless a term is wider
     wide = ".to(tl.int64)" if last >= 1 << 31 or plan.matmul.symbolic else ""
     terms = [f"{name}{wide} * {factor}" for name, factor in (("row", read.row), ("column", read.column)) if factor]
     dims = [name for name, factor in (("row", read.row), ("column", read.column)) if factor]
@@ -267,14 +270,16 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
     if output.kind == "amax":
         number = part * plan.tile.parts + half
         bits = f"bits{i}_{part}"
+        # as integers: their maximum keeps NaN, whose bits are the largest, while tl.max of floats may drop it
         yield f"{bits} = tl.abs({value}).to(tl.int32, bitcast=True)"
+        # masked loads leave elements outside of the matrix undefined
         bits = f"tl.max({f'tl.where({inside}, {bits}, 0)' if inside else bits})"
         if m.symbolic:
             yield f"most{i}_{number} = tl.maximum(most{i}_{number}, {bits})"
         else:
             yield f"tl.store(out{i} + {down * across * number} + tile, {of_bits(bits, output)})"
     elif output.kind == "sums":
-        kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
+        kept = f"tl.where({inside}, {value}, 0.0)" if inside else value  # see above
         address = f"out{i} + (i // {plan.tile.rows}) * {n} + column{first}"
         yield f"tl.store({address}, tl.sum({kept}, 0)[None, :]{_mask(plan, 'column')})"
     elif _stores_by_tma(output, plan):

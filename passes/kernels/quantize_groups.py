@@ -159,7 +159,7 @@ def rewrite_groups(graph: fx.Graph, large: Sequence[fx.Node], context: KernelsCo
     build, applied = context.builder(graph, made_by), 0
     # those that read most first: they take in those that read no others
     for x_q in sorted(groups, key=lambda q: -len(groups[q].matrices)):
-        if not x_q._erased and (m := match(x_q)) is not None:
+        if not x_q._erased and (m := match(x_q)) is not None:  # erased: a group before it took it in
             applied += _apply(build, m)
     return applied
 
@@ -292,6 +292,7 @@ def amaxes_before(group: Group) -> Match | None:
     kinds = {n: kind for x in xs for n in readers_nearby(x) if (kind := _amaxes_kind(n, x))}
     amaxes = [n for n in kinds if any(depends(scale, n) for scale in group.scales.values())]
     turns = "amaxes of columns" in map(kinds.__getitem__, amaxes)
+    # amaxes of columns are taken of ROWS_IN_A_WORD rows at once
     if len(amaxes) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
         return None
     before = Group(group.products, dict(group.after))
@@ -394,6 +395,7 @@ def _can_be_read(node: fx.Node, group: Group) -> bool:
     if (layout := group.products.layout(node, node)) is None:
         return False
     strides = layout[1]
+    # rows that begin at multiples of 16 bytes are loaded 16 bytes at a time
     return strides[-1] == 1 and strides[0] * val(node).element_size() % 16 == 0
 
 
@@ -452,7 +454,7 @@ def plan_of(m: Match) -> TilesPlan:
     piles = tuple((i, heights) for i, n in enumerate(group.inputs) if (heights := group.heights(n)))
     dtypes = tuple(val(n).dtype for n in group.inputs)
     ops = map(KernelOp.of, sorted((*group.computes, *group.replaced)))
-    at = tuple((piece.first, code) for piece, code in zip(ranges, codes, strict=True))
+    at = tuple((part.first, code) for part, code in zip(ranges, codes, strict=True))
     columns = group.products.n // ranges[0].parts
     return TilesPlan(rows, columns, at, outputs, dtypes, piles, choices, blocks, half, tuple(ops))
 
@@ -470,6 +472,8 @@ def _codes(m: Match, module: fx.GraphModule, choices: Sequence[Choice]) -> tuple
         return of(0)
     except CannotFuse:
         halves = {head // 2 for head in heads if head % 2 == 0}
+        # the code for halves computes two results for each column: blocks and results side by side have no form for
+        # that
         if len(halves) != 1 or m.group.blocks or any(len(o.results) > 1 for o in m.made):
             raise
     return of(halves.pop())
@@ -520,9 +524,11 @@ def _output(o: Made, m: Match, parts: int) -> Output:
 def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
     group, dead = m.group, m.group.closed()
+    # before the ops that overwrite what the kernel reads, too
     at = min([*_overwriting(group), *(user for o in m.made for user in o.instead_of.users)])
     inputs = group.tensors()
     move_before(at, inputs)
+    # new nodes get the metadata of the node that they replace, and with it the user's source line
     build.like = m.made[0].instead_of
     kernel = kernel_of(plan), list(map(plan.programs, plan.choices))
     given = dict(zip(plan.parameters, inputs, strict=False))  # inputs are the first parameters

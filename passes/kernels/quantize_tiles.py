@@ -82,7 +82,7 @@ def _move(build: Builder, m: TransposedCopy) -> None:
     """Make the transposed copy right after the tensor is quantized, so that one kernel writes both."""
     x_q, emit = m.x_q, functools.partial(build.emit, m.x_q.next)
     shape = val(x_q).shape
-    if shape[-1] != m.columns:
+    if shape[-1] != m.columns:  # the copy transposes another matrix than that of the last dimension
         return
     turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
     turned = _made_here(emit, emit(aten.clone.default, turned, memory_format=torch.contiguous_format), "rows")

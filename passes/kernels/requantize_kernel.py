@@ -57,7 +57,9 @@ def source_of(requantize: Requantize) -> str:
         f"            row = tile // {across} * {SIDE} + tl.arange(0, {SIDE})[:, None]",
         f"            column = tile % {across} * {SIDE} + tl.arange(0, {SIDE})[None, :]",
         f"            inside = (row < {requantize.rows}) & (column < {columns})",
+        # int64: the matrix may have 2**31 elements or more, and Triton's indices are int32
         f"            scaled = tl.load(x + row.to(tl.int64) * {columns} + column, inside).to(tl.float32) * by",
+        # Inductor's helpers keep NaN, which tl.minimum and tl.maximum do not
         f"            clamped = triton_helpers.minimum(triton_helpers.maximum(scaled, -{limit}), {limit})",
         f"            q = clamped.to({triton_type(requantize.dtype)})",
         f"            tl.store(out0 + row.to(tl.int64) * {columns} + column, q, inside)",

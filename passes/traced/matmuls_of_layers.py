@@ -287,7 +287,7 @@ def _fits(output: fx.Node, node: fx.Node, product: TracedProduct, position: int,
     shape, factor_shape = list(read.shape), list(val(factor).shape)
     gradient, of_output = list(val(operands(node)[1 - position]).shape), list(val(output).shape)
     if product.is_transposed(position):
-        shape[-2:] = shape[:-3:-1]
+        shape[-2:] = shape[:-3:-1]  # swaps the last two sizes
     if product.is_transposed(1 - position):
         of_output[-2:] = of_output[:-3:-1]
     if not (_equal(shape, factor_shape) and _equal(gradient, of_output)):
@@ -298,6 +298,7 @@ def _fits(output: fx.Node, node: fx.Node, product: TracedProduct, position: int,
     strides, expected = list(read.stride()), list(val(factor).stride())
     if product.is_transposed(position):
         strides[-2:] = strides[:-3:-1]
+    # a factor with other strides than either orientation is a copy, which shows nothing: it fits
     return _equal(strides, expected) or not _equal(_sorted(strides), _sorted(expected))
 
 

@@ -191,6 +191,7 @@ class _Planner:
         signature = signature_of(node)
         assert signature is not None, node
         for n in (node, *node.all_input_nodes):
+            # `check` is written for Dynamo's graph, where values have this key
             n.meta["example_value"] = n.meta["val"]
         call = check(node, signature, choice.name, config, layer.trains)
         choice.prediction = call.prediction
@@ -402,6 +403,7 @@ class _Writer:
             return ops.add_bias(y, bias, dtype, beta)
 
         (sum_,) = self.build.inline(node, add, y, bias)
+        # `y` is the matmul now: with these keys, list_matmuls would count the sum as another one
         node.meta = {key: value for key, value in node.meta.items() if key not in ("custom", KIND)}
         self.build.replace(node, sum_)
 
@@ -433,6 +435,7 @@ class _Writer:
             return scaling.dequantize(x_q, scale_inv, x.dtype), amax
 
         y, amax = self.build.inline(before, quantize, x, scales)
+        # a forward that checkpointing repeats quantizes another node of the same value: its amax is the same
         self.amaxes.setdefault((slot.table, i), amax)
         return y
 

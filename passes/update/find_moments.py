@@ -193,6 +193,7 @@ def _is_number(x: fx.Node) -> bool:
 def _copied(value: fx.Node) -> fx.Node:
     """Return the node that `value` is copied or cast from; `value` itself if it is neither."""
     while value.target in (aten.copy.default, aten._to_copy.default, aten.clone.default):
+        # copy(self, src) has the value of src
         value = value.args[value.target is aten.copy.default]  # type: ignore[assignment]
     return value
 

@@ -45,7 +45,7 @@ class SkipNonfinite:
         names = "amax_forward", "amax_backward", "amax_weights"
         amaxes = [inputs[name] for inputs in context.slot_inputs for name in inputs if name in names]
         decoded = {*(m.ref for m in key.moments), *key.rounded}
-        # of a moment, the decoded tensor is restored, before WriteMoments stores it; likewise of one to be rounded
+        # for a moment, the decoded tensor is restored, before WriteMoments stores it; likewise for one to be rounded
         restored = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in decoded])
         count = [] if context.updates is None else [context.updates]
         counts = context.take(graph, "counts", attrgetter("counts"))

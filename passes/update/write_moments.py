@@ -39,6 +39,7 @@ def _write(graph: fx.Graph, context: UpdateContext) -> None:
         amaxes = []
         for i, (m, x) in enumerate(zip(moments, decoded, strict=True)):
             keys = context.keys if m.stored_as.stochastic else None
+            # x.args: those of the `decode_moment` that returned x, with x_q and the scales of blocks
             args: Any = (
                 m.stored_as,
                 x,

@@ -1,4 +1,4 @@
-"""Test that one compilation serves the sizes on each side of where FP8 begins to pay, and that no size is guessed."""
+"""Test that one compilation serves the sizes on each side of where FP8 becomes faster, and that no size is guessed."""
 
 from __future__ import annotations
 
