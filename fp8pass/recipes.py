@@ -311,7 +311,7 @@ class RowwiseScaling(Recipe):
         return _own_scale(amax, fp8_max, self.power_of_2)
 
 
-# of cuBLASLt's modes VEC128_32F and BLK128x128_32F, and of its VEC32_UE8M0, which is OCP's MXFP8
+# block sizes of cuBLASLt's modes VEC128_32F and BLK128x128_32F, and of VEC32_UE8M0, which is OCP's MXFP8
 BLOCK, MX_BLOCK = 128, 32
 
 
@@ -549,6 +549,7 @@ def next_scale_of(recipe: DelayedScaling) -> Callable[[Tensor, Tensor, Tensor], 
 
     def next_scale(history: Tensor, old: Tensor, fp8_max: Tensor) -> Tensor:
         amax = history.amax(0)
+        # a user's method may divide by the old scale: a tensor that has none gets the one of its own amax
         before = torch.where(old == 0, scale_of(recipe, amax, fp8_max), old)
         name = f"{type(recipe).__name__}.next_scale"
         return scaling.scale_by(lambda _: recipe.next_scale(history, before, fp8_max), amax, old, name)

@@ -294,6 +294,7 @@ def pays_from(
         return None
 
     def times(value: int) -> tuple[float, float]:
+        # Horner's rule; a size such as 2 * x - 5 is below 0 for small x
         m, k, n = (max(0.0, functools.reduce(lambda total, c: total * value + c, p)) for p in polynomials)
         seconds = predicted_seconds(target, m, k, n, recipe, element_size, training)
         assert seconds is not None
@@ -323,7 +324,7 @@ def where(times: Callable[[int], tuple[float, float]]) -> Intervals:
         holds = _holds_throughout(at, low, high)
         if holds is None:
             middle = _middle(low, high)
-            open_ += [(middle, high), (low, middle - 1)]
+            open_ += [(middle, high), (low, middle - 1)]  # the lower half is popped first: in ascending order
         elif holds:
             low = ranges.pop()[0] if ranges and ranges[-1][1] == low - 1 else low
             ranges.append((low, high))
@@ -331,7 +332,7 @@ def where(times: Callable[[int], tuple[float, float]]) -> Intervals:
 
 
 def _middle(low: int, high: int) -> int:
-    return max(low + 1, math.isqrt(low * high))
+    return max(low + 1, math.isqrt(low * high))  # the geometric mean: sizes span 32 powers of two
 
 
 def _holds_throughout(at: Callable[[int], tuple[float, float]], low: int, high: int) -> bool | None:

@@ -115,6 +115,7 @@ def _normal(scale_inv: Tensor, x_q: Tensor, name: str) -> tuple[Tensor, bool]:
     """Return the scale as `FrozenWeight` has it, and whether its blocks are complete."""
     rows, columns = x_q.shape
     blocks = [-(-rows // BLOCK), -(-columns // BLOCK)]
+    # one number may be the scale of a weight that is a single block, too: then the name decides, below
     if scale_inv.numel() == 1 and blocks != [1, 1]:
         return scale_inv.reshape(()), True
     if list(scale_inv.shape) == blocks and name.endswith("_inv"):

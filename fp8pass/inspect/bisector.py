@@ -356,8 +356,8 @@ class _Bisector:
     def _find_machinery(self, runs_eagerly: bool, cached: bool) -> None:
         """Find which stage after the annotated graph is at fault: AOTAutograd, a pass, weight cache, or Inductor."""
         result = self.found
-        behind_passes = runs_eagerly or self._try("op by op after all passes", way="eager") == "fails"
-        self.how = {"way": "eager"} if behind_passes else {}
+        after_passes = runs_eagerly or self._try("op by op after all passes", way="eager") == "fails"
+        self.how = {"way": "eager"} if after_passes else {}
         if cached and self._try("without FP8 copies of weights", weight_cache=False) == "passes":
             result.verdict = "weight_cache"
             return
@@ -365,7 +365,7 @@ class _Bisector:
         # With the first `good` passes the step passes, with the first `bad` it fails.
         good, bad = 0, len(names)
         if self._try("with no pass", passes=()) == "fails":
-            result.verdict, result.pass_name = "compiler", "AOTAutograd" if behind_passes else "Inductor"
+            result.verdict, result.pass_name = "compiler", "AOTAutograd" if after_passes else "Inductor"
             return
         while bad - good > 1:
             middle = (good + bad) // 2
@@ -375,7 +375,7 @@ class _Bisector:
         other_passes = [name for name in names if name != result.pass_name]
         if self._try(f"with all passes but {result.pass_name}", passes=other_passes) != "passes":
             self._note(f"The check fails with all passes but {result.pass_name} too: others may be wrong as well.")
-        if not behind_passes:
+        if not after_passes:
             self._note("Op by op the check passes: Inductor may compile that pass's graph wrongly.")
 
     def _find_matmuls(self) -> None:
@@ -474,6 +474,7 @@ def _conquered(with_: list[Unit], units: list[Unit], may_fail: bool, fails: Call
     if len(units) == 1:
         return units
     left, right = units[: len(units) // 2], units[len(units) // 2 :]
+    # QuickXplain: what of the right half is needed beside all of the left one, then what of the left half beside that
     of_right = _conquered(with_ + left, right, True, fails)
     return _conquered(with_ + of_right, left, bool(of_right), fails) + of_right
 
@@ -483,6 +484,7 @@ def _debugged(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Un
     while len(units) > 1:
         edges = [len(units) * i // parts for i in range(parts + 1)]
         chunks = [units[a:b] for a, b in itertools.pairwise(edges)]
+        # ddmin: a chunk that fails by itself; then the rest without a chunk; then smaller chunks
         smaller = next((c for c in chunks if fails(c)), None)
         if smaller is not None:
             units, parts = smaller, 2

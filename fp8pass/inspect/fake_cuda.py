@@ -66,7 +66,7 @@ def properties(target: Target) -> types.SimpleNamespace:
     """Return the values of `torch.cuda.get_device_properties` for the target."""
     gpu = sizes(target)
     major, minor = target.capability
-    # CUDA reserves 1 KiB of shared memory for each block, hence `of.shared - 1024` below.
+    # CUDA reserves 1 KiB of shared memory for each block, hence `gpu.shared - 1024` below.
     return types.SimpleNamespace(
         name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=gpu.multiprocessors,
         regs_per_multiprocessor=gpu.registers, warp_size=32, max_threads_per_multi_processor=gpu.threads,

@@ -51,6 +51,7 @@ class Memory:
         space |= {name: _NOTHING for which in idle for name in re.findall(which, code, re.MULTILINE)}
         body = code.partition("del async_compile\n")[2]
         body = body.partition("\ndef get_args")[0].partition("\ndef benchmark_compiled")[0]
+        # each allocation gets the name of its buffer as first argument: see `empty` in `_outside`
         exec(re.sub(r"\b(\w+) = (empty_strided\w*)\(", r"\1 = \2('\1', ", body), space)
 
         def call(args: list[Any]) -> Sequence[Any]:
@@ -90,6 +91,7 @@ class Memory:
         if key in self._held or not size:
             return
         self._held[key] = Held(graph, modules(), short(x.dtype), tuple(x.shape), size)
+        # before the address can be that of another storage
         weakref.finalize(storage, self._freed, key)
         self._live += size
         if self._live > self.peak:

@@ -105,6 +105,7 @@ def accept_backend() -> None:
 
     Accelerate looks names up in an enumeration, which has the backends of torch and a few others.
     """
+    # made by hand: Python does not let an enumeration with members be extended
     member = str.__new__(DynamoBackend, BACKEND.upper())
     member._name_ = member._value_ = BACKEND.upper()
     inherited = DynamoBackend._missing_

@@ -150,6 +150,7 @@ def _tensors(
     places = _places(module, [*matrices, *selection.kept], by_name)
     for path, matrix in matrices.items():
         place, *more_places = places[path]
+        # the same object, for `as_stored` may have split, joined or converted it
         if more_places or stored.get(f"{place}.weight") is not matrix.x_q:
             raise Fp8Error(
                 f"transformers stores the weight of {path} in another form than the model has it, under "

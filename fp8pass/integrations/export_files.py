@@ -73,6 +73,7 @@ def _put(new: Path, directory: Path) -> None:
     if not directory.exists():
         new.rename(directory)
         return
+    # a folder can't be renamed to the path of one that has files
     old = _beside(directory)
     directory.rename(old)
     try:

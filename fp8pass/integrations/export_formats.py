@@ -28,7 +28,7 @@ def is_in_blocks(recipes: Mapping[str, Recipe]) -> bool:
     if in_blocks and not_in_blocks:
         raise Fp8Error(
             f"{in_blocks[0]} is scaled in blocks and {not_in_blocks[0]} is not: no format has both. Leave one kind out "
-            f"leave_out=, or pass one recipe"
+            "with leave_out=, or pass one recipe"
         )
     return bool(in_blocks)
 

@@ -58,7 +58,7 @@ class Ranks:
         """
         by_name: dict[str, Tensor] = {}
         by_id: dict[int, Tensor] = {}
-        # keep_vars: otherwise each name of a shared parameter gets a tensor of its own
+        # keep_vars: otherwise each name of a shared parameter gets another tensor
         for name, x in module.state_dict(keep_vars=True).items():
             if not isinstance(x, Tensor):
                 continue

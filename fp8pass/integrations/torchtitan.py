@@ -46,14 +46,14 @@ def _option(config_field: Field[Any]) -> tuple[str, Any, Any]:
         nargs=1,
         metavar="TEXT",
         instance_from_str=lambda texts: rule.parsed(config_field.name, texts[0]),
-        is_instance=lambda _: True,  # a config may hold any value, a recipe object say
+        is_instance=lambda _: True,  # a config may hold any value, such as a recipe object
         str_from_instance=lambda value: [str(value)],
     )
     name = config_field.name
     return name, Annotated[Any, text], field(default_factory=lambda: getattr(make_config(), name))
 
 
-_OPTIONS = [of for of in fields(Config) if of.metadata[RULE].parse is not None]
+_OPTIONS = [option for option in fields(Config) if option.metadata[RULE].parse is not None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -200,7 +200,7 @@ def _sharing(parallel_dims: ParallelDims) -> ProcessGroup | None:
 
 
 class Fp8CheckpointManager(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's manager of DCP checkpoints, whose `states` have the state of delayed scaling as well."""
+    """torchtitan's manager of DCP checkpoints, whose `states` have the state of delayed scaling too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]

@@ -68,7 +68,7 @@ class Moments(Checked):
     def format(self, kind: MomentKind, x: Tensor) -> Format:
         """Return the format of a moment like `x`: without blocks if they do not divide it, or `x` has gaps.
 
-        Of a tensor that ranks have parts of, blocks must divide each part, so all ranks choose the same format.
+        If a tensor is sharded, blocks must divide each shard, so that all ranks choose the same format.
         """
         dtype = scaling.E4M3 if kind == "first" else _DTYPES[self.second]
         divides = self.block and not any(n % self.block for n in sizes_of_parts(x)) and part_of(x).is_contiguous()
@@ -138,7 +138,7 @@ def _rooted(x: Tensor, power: Tensor | None) -> Tensor:
 
 
 def encode(stored_as: Format, x: Tensor, scale: Tensor, power: Tensor | None = None, key: Key | None = None) -> Tensor:
-    """Convert a moment to be stored: `(x * scale) ** power`, of a second moment `(sqrt(x) * scale) ** power`.
+    """Convert a moment to be stored: `(x * scale) ** power`, for a second moment `(sqrt(x) * scale) ** power`.
 
     x: floating; scale, power: f32, which broadcast. key: for stochastic rounding; without it, to nearest.
     Saturates; NaN stays NaN. With stochastic rounding a second moment above 0 is never stored as 0, which it is
@@ -166,6 +166,8 @@ def encode_exactly(stored_as: Format, x: Tensor, scale: Tensor, power: Tensor | 
     down, up = value(low), value(low + step)
     chance = 0.5 if key is None else uniform(bits_like(x, key))
     wanted = scaled if stored_as.kind == "first" else scaled * scaled
+    # rounds up with the probability by which the mean of what is decoded is exact; of a second moment that is the
+    # square of what is stored, not what is stored
     stored = torch.where(chance * (up - down) < wanted - down, low + step, low).clamp(max=stored_as.limit)
     if stored_as.kind == "first":
         return torch.where(x < 0, -stored, stored)
@@ -183,7 +185,7 @@ def _grid(code: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     least = normal * 2.0**-kept
     bits = code.view(torch.int32)
     exponent = (bits & 0x7F800000).view(torch.float32)
-    low = (bits & -(1 << (23 - kept))).view(torch.float32)
+    low = (bits & -(1 << (23 - kept))).view(torch.float32)  # without the bits that the format lacks
     is_normal = code >= normal
     # NaN is not normal, and stays NaN
     low = torch.where(is_normal, low, (code * (1 / least)).floor() * least)
@@ -267,6 +269,7 @@ def _blocks_of(stored_as: Format, x: Tensor) -> tuple[Tensor, Tensor]:
     for k in POWERS:
         tried, of_tried = _encoded_blocks(stored_as, rows, amax, torch.full_like(amax, k), None, x.shape)
         hits = (decode_blocks(stored_as, tried, of_tried, torch.float32).view_as(rows) == rows).all(1)
+        # the smallest power that is exact; blocks for which none is keep what `encode_blocks` has chosen
         new = hits if is_exact is None else hits & ~is_exact
         stored = torch.where(new.unsqueeze(1), tried.view_as(rows), stored.view_as(rows)).view(x.shape)
         blocks = torch.where(new, of_tried, blocks)
@@ -317,7 +320,7 @@ class Fp8Moment(torch.Tensor):
         with torch.no_grad():
             if stored_as.block is not None:
                 stored, blocks = _blocks_of(stored_as, x)
-                unused = torch.tensor([[1.0], [0.0]], device=x.device)
+                unused = torch.tensor([[1.0], [0.0]], device=x.device)  # `pack` takes a column of every moment
                 return cls(stored.to(stored_as.dtype), unused, 0, stored_as, x.dtype, blocks.contiguous(), seed)
             root = x if stored_as.kind == "first" else x.float().sqrt()
             scale = scale_towards(stored_as.limit, scaling.amax(root.reshape(1, -1)), 1.0)

@@ -1,4 +1,4 @@
-"""`torch.ops.fp8pass`, whose custom ops are registered when one is first looked up.
+"""`torch.ops.fp8pass`: its custom ops are registered when one is first looked up.
 
 A program that `torch.export` saved names the ops, and loads after `import fp8pass` alone.
 """

@@ -37,7 +37,7 @@ class WrapperTensor(Tensor):
 class Fp8Weight(WrapperTensor):
     """Base of weights f[N, K] that ops read as their dequantized values, from FP8 and a scale_inv.
 
-    is_frozen: True if the weight is kept in FP8 once and for all; False if FSDP has gathered it in FP8.
+    is_frozen: True if the weight is kept in FP8 permanently; False if FSDP has gathered it in FP8.
     """
 
     is_frozen: ClassVar[bool]

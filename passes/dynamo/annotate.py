@@ -153,7 +153,6 @@ class _Annotator(Walk):
         for branch in branches_of(self.module, call, self.names):
             self.module, self.graph, self.quantized, self.in_branch = branch, branch.graph, {}, True
             self._visit_all(outer[4].get(call, ()))
-            # in the loop: the next branch is an attribute of the outer module
             self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch = outer
 
     def _visit(self, node: fx.Node) -> None:

@@ -309,7 +309,7 @@ def _number(pieces: Sequence[Piece]) -> dict[int, str]:
 def _place_quantizes(graph: fx.Graph, layers: Mapping[int, str]) -> dict[fx.Node, int]:
     """Return the number of the piece that quantizes each tensor that matmuls of several pieces read.
 
-    It is the piece that computes the tensor, or 0; for the result of a layer, a piece of its own after the layer.
+    It is the piece that computes the tensor, or 0; for the result of a layer, a new piece after the layer.
     """
     numbers = {node: node.meta[PIECE] for node in _calls(graph)}
     computed_in = {operand: numbers.get(operand, 0) for operand in _readers(numbers)}

@@ -184,7 +184,7 @@ class _RecordsRewriter:
         vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])  # Inductor then makes it a buffer
         for i, scale in enumerate(scales):
             element = self.build.emit(at, aten.select.int, vector, 0, i)
-            # `users` were listed before the vector was emitted, which goes on reading the scales
+            # `users` were listed before the vector was emitted: the vector itself goes on reading the scales
             scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
 
     def _last_stage(self, group: list[RecordSlot]) -> fx.Node:

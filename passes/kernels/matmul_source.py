@@ -272,7 +272,7 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
         bits = f"bits{i}_{part}"
         # as integers: their maximum keeps NaN, whose bits are the largest, while tl.max of floats may drop it
         yield f"{bits} = tl.abs({value}).to(tl.int32, bitcast=True)"
-        # masked loads leave elements outside of the matrix undefined
+        # masked loads may leave elements outside of the matrix undefined
         bits = f"tl.max({f'tl.where({inside}, {bits}, 0)' if inside else bits})"
         if m.symbolic:
             yield f"most{i}_{number} = tl.maximum(most{i}_{number}, {bits})"

@@ -348,13 +348,13 @@ def why_not(m: Match) -> str:
         if comes_of_row_reduction(x) and x not in group.after:
             return f"{x} is computed from a reduction along rows"
         if any(map(is_count, readers_nearby(x))):
-            return f"what saturates in {x} is counted"
+            return f"the saturation of {x} is counted"
     if any(val(n).dtype == torch.float64 for n in (*group.computes, *group.inputs) if is_tensor(n)):
         return "it computes in float64"
     of_arranged = {t for a in group.arranged.values() for t in a.tensors if val(t).dim()}
     for node in (*(n for _, n in group.matrix_reads()), *group.scales.values()):
         if node in of_arranged:
-            return f"{node} is read as a matrix, and in another order"
+            return f"{node} is read in two orders, one of them as a matrix"
     for node in (n for n in group.matrices if n not in group.arranged):
         if not _is_in_memory(node) and not _is_worth_writing(node, group):
             return f"{node} is computed by a kernel that can quantize it too"
@@ -395,7 +395,7 @@ def _can_be_read(node: fx.Node, group: Group) -> bool:
     if (layout := group.products.layout(node, node)) is None:
         return False
     strides = layout[1]
-    # rows that begin at multiples of 16 bytes are loaded 16 bytes at a time
+    # rows that begin at multiples of 16 bytes can be loaded 16 bytes at a time
     return strides[-1] == 1 and strides[0] * val(node).element_size() % 16 == 0
 
 

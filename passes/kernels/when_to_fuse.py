@@ -1,8 +1,8 @@
 """Decide whether a matmul and the ops after it run as one kernel, by what was measured on the GPU.
 
 The matmul itself takes as long in Triton as in cuBLASLt (bench/results/fused_matmuls_h100.txt), so the question is
-whether the epilogue takes longer than a kernel of its own. It moves fewer bytes, but the tensor cores are idle while
-all warps compute it: it costs its instructions, while a kernel of its own computes as its next loads arrive.
+whether the epilogue takes longer than a separate kernel. It moves fewer bytes, but the tensor cores are idle while all
+warps compute it: it costs its instructions, while a separate kernel computes as its next loads arrive.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MEASURED = dict.fromkeys(("h100", "h200"), 0.66e-12)
 
 Of ReLU squared in FP8 in both orientations: bench/results/fused_matmuls_h100.txt, where the fused kernel takes 0.075,
 0.022 and 0.057 ms longer than cuBLASLt for 1.17e8, 3.4e7 and 1.01e8 elements. An H200 is the same chip: the same
-arithmetic, registers and clocks, with faster memory, so that a kernel of its own takes less time. All generated
-kernels that an H200 has measured do more, and lose: docs/fused-matmuls.md.
+arithmetic, registers and clocks, with faster memory, so that a separate kernel takes less time. All generated kernels
+that an H200 has measured do more, and lose: docs/fused-matmuls.md.
 """
 
 
@@ -68,7 +68,7 @@ class Decide:
         if fused < apart:
             return ""
         source = "as measured" if self.target.name in MEASURED else "as predicted"
-        return f"the epilogue would take {1e6 * fused:.0f} us {source}, and a kernel of its own {1e6 * apart:.0f} us"
+        return f"the epilogue would take {1e6 * fused:.0f} us {source}, and a separate kernel {1e6 * apart:.0f} us"
 
 
 def is_pretended() -> bool:

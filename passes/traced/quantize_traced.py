@@ -403,7 +403,7 @@ class _Writer:
             return ops.add_bias(y, bias, dtype, beta)
 
         (sum_,) = self.build.inline(node, add, y, bias)
-        # `y` is the matmul now: with these keys, list_matmuls would count the sum as another one
+        # `y` is the matmul now, and has these
         node.meta = {key: value for key, value in node.meta.items() if key not in ("custom", KIND)}
         self.build.replace(node, sum_)
 
