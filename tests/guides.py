@@ -255,7 +255,7 @@ STATEMENTS = (
     ),
     _s(
         "msamp",
-        "`sqrt(v)` in e5m2, with a scale of its own and the margin formula",
+        "`sqrt(v)` in e5m2, with its own scale and the margin formula",
         '`optimizer_state="fp8"`, rounded stochastically, since steps of 0.1% vanish otherwise; also e4m3, blocks, and '
         "COAT's expansion of the range",
         "tests/weights/test_stochastic_rounding.py::test_a_second_moment_follows_that_of_float32",

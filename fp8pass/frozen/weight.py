@@ -56,7 +56,7 @@ class FrozenWeight(Fp8Weight):
         result = func(*plain[0], **plain[1])
         if not (func._schema.is_mutable and args and isinstance(args[0], FrozenWeight)):
             return result
-        args[0]._write(plain[0][0])
+        args[0]._write(plain[0][0])  # the dequantized copy, into which the op has written
         return args[0]
 
     def _write(self, value: Tensor) -> None:

@@ -70,6 +70,7 @@ def _rows(
     origins = _origins(node, order)
     of_node = [launch for launch in launches if launch.node is node]
     if node.is_extern():
+        # an ATen call of our own kernels is listed by its plan, not by Inductor's count of bytes: see `_extern`
         if origin := _extern_op(node, origins):
             row = _extern(origin, graph, read, written, target)
             yield replace(row, name=of_node[0].name) if of_node else row  # a fused matmul is launched

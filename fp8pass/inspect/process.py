@@ -147,7 +147,7 @@ def _torchao(model: Any, recipe: str) -> Any:
 def _run(
     gpu: FakeCuda, way: _Contender, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
 ) -> InspectedRun:
-    torch.compiler.reset()
+    torch.compiler.reset()  # Dynamo would reuse what it compiled of the model for the run before
     memory = Memory()
 
     def runs(graph: Generated) -> Callable[..., Any]:

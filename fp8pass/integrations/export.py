@@ -94,7 +94,7 @@ def export_fp8(
     _tell(selection, strict)
     recipes = {path: layer.recipe for path, layer in selection.layers.items()}
     in_blocks = is_in_blocks(recipes)
-    ranks.on_writer(lambda: check_free(directory, overwrite))
+    ranks.on_writer(lambda: check_free(directory, overwrite))  # before the gathering, which takes long
     scales = Scales(state(module).state_dict())
     by_name, by_id = ranks.gathered(module)
 

@@ -64,6 +64,7 @@ class Ranks:
                 continue
             if id(x) not in by_id:
                 whole = _whole(x.detach())
+                # an entry on other ranks too: all ranks must skip the gathering of a further name of this tensor
                 by_id[id(x)] = whole.cpu() if self.writes else whole.new_empty(0)
             by_name[without_wrappers(name)] = by_id[id(x)]
         if not self.writes:

@@ -217,6 +217,7 @@ def _traced(module: fx.GraphModule, leaves: Sequence[Any], mode: FakeTensorMode 
     def run(*values: Any) -> Any:
         tensors = {f"module.{n}": x for n, x in zip(attributes.names, values, strict=False) if n in attributes.own}
         inputs = (attributes.by_target(values[:count]), *values[count:])
+        # tie_weights: a parameter may have several names, of which `tensors` has one
         return functional_call(_Interpreted(module), tensors, inputs, tie_weights=True)
 
     with mode, torch.no_grad(), preserve_node_meta():

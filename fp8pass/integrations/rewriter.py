@@ -84,7 +84,7 @@ def rewrite(
     config = on_machine(_checked(config), gpu_of(leaves))
     flat = functional_aten(gm, leaves)
     paths = _paths(gm, example_inputs, names or {})
-    cold = copy_to_edit(flat) if config.recipe is not None else flat
+    cold = copy_to_edit(flat) if config.recipe is not None else flat  # for `make_first`: the passes edit `flat`
     dump = Dump.of(config, name_of(flat), "rewrite")
     context = quantized(flat, config, _TracedNames(flat, paths), False, dump)
     _check_patterns(config, flat, context.choices, paths)

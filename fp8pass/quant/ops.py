@@ -566,7 +566,7 @@ class _QDQAs(torch.autograd.Function):
 class _DifferentiatedAs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, other: Tensor) -> Tensor:
-        return copy_of(y)
+        return copy_of(y)  # as in `_GradQDQ`
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -577,7 +577,7 @@ class _SelectGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
         ctx.how = how
-        return copy_of(y)
+        return copy_of(y)  # as in `_GradQDQ`
 
     @staticmethod
     @once_differentiable

@@ -90,6 +90,7 @@ class Timing:
     @contextmanager
     def counting(self, part: Literal["passes", "inductor", "tracing"]) -> Iterator[None]:
         """Add the seconds of this context to a part, without those that contexts within it add to others."""
+        # what contexts within it add to `total` is subtracted by this
         started = time.perf_counter() - self.total
         try:
             yield

@@ -125,6 +125,7 @@ def products_of(matmul: fx.Node) -> Iterator[Products]:
     m, n = val(matmul).shape
     halves = [h for view in _views(matmul) for h in _halves(view)]
     by_place = dict(halves)
+    # if several nodes read one half, each would have to be a product: then the result counts as one matrix
     if sorted(by_place) == [0, 1] and len(halves) == 2:
         yield Products(matmul, (by_place[0], by_place[1]), m, n // 2)
     yield Products(matmul, (matmul,), m, n)

@@ -62,7 +62,7 @@ class StateDivision:
             indices = list(entries)
             self._segments.append(_Segment(kind, piece, indices[0], len(indices)))
         self._first = {(s.kind, s.piece): s.first for s in self._segments}
-        self._first_of_kind = {s.kind: s.first for s in reversed(self._segments)}
+        self._first_of_kind = {s.kind: s.first for s in reversed(self._segments)}  # of equal keys the last one counts
         # a piece's entries lie together unless a pass has moved its calls among those of others
         together = len(self._first) == len(self._segments)
         self.is_divided = together and all(s.piece is not None for s in self._segments)

@@ -36,6 +36,7 @@ def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _
         if name == base or base.removesuffix("_") not in SPLITS or not wanted(node):
             continue
         in_place = base.endswith("_")
+        # another reader would need the list as a whole
         if not all(u.target is operator.getitem for u in node.users) and not (in_place and not node.users):
             continue
         count = max(len(a) for a in node.args if isinstance(a, (list, tuple)))

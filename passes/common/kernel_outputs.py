@@ -138,7 +138,7 @@ def replace_by_kernel(
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Erase the nodes among these that nothing reads any more: the next match would count them as readers."""
-    for node in sorted(set(nodes), reverse=True):
+    for node in sorted(set(nodes), reverse=True):  # readers before what they read
         if not node.users:
             graph.erase_node(node)
 

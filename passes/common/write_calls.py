@@ -28,6 +28,7 @@ class CallWriter:
         """Add a call of a function, with the example value that it returns for the inputs' examples: tensor or size."""
         node = self.graph.call_function(function, args, kwargs)
         examples = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        # no_grad: examples are leaves, as Dynamo's are, and get their requires_grad below
         with torch.no_grad(), self.mode:  # in the mode, tensors that the function creates are fake, too
             value = function(*examples[0], **examples[1])
         if isinstance(value, Tensor):

@@ -223,6 +223,7 @@ def _readers(at: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
     readers: dict[fx.Node, set[int]] = {}
     for node, i in at.items():
         if (signature := signature_of(node)) is not None:
+            # before the annotate pass: quantizes do not exist yet, so operands stand for them
             for operand in (argument(node, signature.a), argument(node, signature.b)):
                 if isinstance(operand, fx.Node):
                     readers.setdefault(operand, set()).add(i)

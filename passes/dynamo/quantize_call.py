@@ -208,6 +208,7 @@ class QuantizeCall:
         quantized, piece, transposed = self.walk.quantized, self.walk.quantized_in[x], self.walk.grad_enabled
         key = x, ops.quantize_once, quantizer, transposed
         if key not in quantized:
+            # at the end of the piece that quantizes, before the first node of a later one
             later = (n for n in self.graph.nodes if n is self.call.node or (n.meta.get(PIECE) or 0) > piece)
             with self.graph.inserting_before(next(later)):
                 node = quantized[key] = self._quantized(ops.quantize_once, (x, quantizer, transposed), x, role)

@@ -197,6 +197,7 @@ class AtPlaces(WrapperHandler):
     def _compared(self, name: str, a: _Index, b: _Index) -> bool:
         """Return the outcome of a comparison, which must be the same at all places."""
         apart = bound_sympy(self.simplify(sympy.expand(a.expr - b.expr)), self.ranges)
+        # what holds at both ends of the difference's range holds in between, except that eq and ne change at 0
         outcomes = {bool(_COMPARISONS[name](end, 0)) for end in (apart.lower, apart.upper)}
         crosses = name in ("eq", "ne") and apart.lower < 0 < apart.upper
         if len(outcomes) > 1 or crosses:

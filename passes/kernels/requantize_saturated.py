@@ -76,6 +76,7 @@ def _rewrite(build: Builder, x_q: fx.Node, flag: fx.Node, delayed: fx.Node) -> N
     x, scale, dtype = first(x_q), as_node(x_q.args[1]), val(x_q).dtype
     rows, columns = val(x).numel() // val(x).shape[-1], val(x).shape[-1]
     copies = list(_transposed(x_q, rows, columns))
+    # after `x_q`, so that the scale, which `x_q` reads, is computed already
     at = x_q.next
     q = build.emit(at, QUANTIZE, x, delayed, dtype)
     written = {"out0": q}

@@ -435,6 +435,7 @@ def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> It
     yield f"down = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
     yield f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]"
     inside = " & ".join(filter(None, [_blocks_inside(plan, "row", "down"), _blocks_inside(plan, "column", "right")]))
+    # every block of the tile gets the tile's amax: the largest of all is the same
     blocks = f"tl.full([ROWS // {SIDE}, COLUMNS // {SIDE}], 0.0, tl.float32).to({triton_type(plan.outputs[i].dtype)})"
     mask = f", mask={inside}" if inside else ""
     yield f"tl.store(out{i}{start} + down * {across} + right, {blocks} + {most}{mask})"

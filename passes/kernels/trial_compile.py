@@ -18,6 +18,7 @@ def compiled(plan: Plan) -> Any:
     from triton.compiler import ASTSource
 
     signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
+    # as Inductor tells Triton of tensors: how wide loads are depends on it, and with that the shared memory
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
     if plan.matmul.symbolic:
         signature["m"] = "i32"

@@ -169,6 +169,7 @@ def _update_in_tiles(build: Builder, m: TransposedCopy, tiles: list[int], comput
     for node in early:
         take(node)
     tile = in_tiles(at, new)
+    # a buffer, which the writes and amaxes read: without it each of them would compute the update again
     in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
     for node in amaxes[len(early) :]:
         take(node)
@@ -194,6 +195,7 @@ def _write(build: Builder, copy: fx.Node, tiles: fx.Node, turned: bool = False) 
     """Write tiles into a graph input, transposed if `turned`, instead of the `copy_` of the whole tensor."""
     emit, shape = functools.partial(build.emit, copy), list(val(tiles).shape)
     into = val(first(copy))
+    # those of a tile within the whole tensor, which is not contiguous in tiles if it is transposed
     strides = (into.t() if turned else into).view(shape).stride()
     write = emit(WRITE, emit(aten.as_strided.default, first(copy), shape, list(strides)), tiles)
     write.meta[TILED] = "columns"

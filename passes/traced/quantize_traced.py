@@ -332,7 +332,7 @@ class _Writer:
             suffix = f"_{number}" if number else ""
             names = STATE if table.remembers else ("scales",)
             with mode, torch.no_grad():
-                tensors = table.new_tensors()
+                tensors = table.new_tensors()  # fake ones: the state itself is made by `RewriteState`
                 fakes = [tensors.scale, tensors.amax_history, tensors.amax_forward]
                 fakes = fakes if table.remembers else [torch.stack([tensors.scale, tensors.scale])]
             self.inputs.append([self._input(f"fp8pass_{n}{suffix}", x) for n, x in zip(names, fakes, strict=True)])

@@ -64,7 +64,7 @@ def _copied(graph: fx.Graph, same: Sequence[fx.Node], after: fx.Node) -> fx.Node
     with graph.inserting_after(after):
         copy = graph.call_function(ops.float32_copy, (source,))
     for node in same:
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)  # the copy itself reads it
         if node.op == "get_attr" and node is not source:
             graph.erase_node(node)
     return copy
