@@ -347,7 +347,7 @@ def prepare_layer(job: Job, made: nn.Module, x: Tensor, bounds: dict[str, Bounds
         patiently(base.step)
     begun = time.perf_counter()
     with collect() as report:
-        options = {"min_speedup": 0} if job.work == "linear" else {}  # to judge the rule, even what it would decline
+        options = {"min_speedup": 0} if job.work == "linear" else {}  # to check the rule, even what it would decline
         subject = Subject(*compiled(job, model, **options), x, cotangent)
         for _ in range(4):  # delayed scaling has its scales after one step, CUDA graphs are recorded in the third
             patiently(subject.step)
@@ -585,7 +585,7 @@ def results(job: Job, ready: Callable[[], None]) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure what the arguments say, and append each result to the file."""
+    """Measure what the arguments name; append each result to the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)

@@ -10,7 +10,7 @@ import torch
 
 from fp8pass.base._torch import onednn_multiplies, unset_fake_temporarily
 from fp8pass.base.scaling import FP8_DTYPES
-from fp8pass.gpu import kernels
+from fp8pass.gpu import kernel_kinds
 from fp8pass.gpu.here import published_here
 from fp8pass.gpu.target import TARGETS as TARGETS
 from fp8pass.gpu.target import Target as Target
@@ -122,7 +122,7 @@ def scales_rows(device: torch.device, target: Target | None) -> bool:
     """Return whether the device's `_scaled_mm` takes a scale for each row; on CPU by torch's version."""
     if (pretended_device or device).type == "cpu" and not _CPU_SCALES_ROWS:
         return False
-    return target is None or not kernels.why_not("rowwise", target)
+    return target is None or not kernel_kinds.why_not("rowwise", target)
 
 
 def why_no_grouped_kernel(device: torch.device, target: Target | None) -> str:
@@ -143,5 +143,5 @@ def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None
     """
     device = pretended_device or device
     if device.type != "cuda" or target is None:
-        return f"{kernels.where(recipe)}, not on {device.type}"
-    return kernels.why_not(recipe, target)
+        return f"{kernel_kinds.where(recipe)}, not on {device.type}"
+    return kernel_kinds.why_not(recipe, target)

@@ -154,7 +154,7 @@ MATMULS = frozenset(
 PACKAGE = str(pathlib.Path(__file__).parent.parent)
 TORCH = str(pathlib.Path(torch.__file__).parent)
 """The folders of fp8pass and of torch: files in them are not the user's code."""
-_CALLS = str(pathlib.Path(PACKAGE, "dynamo", "module_calls.py"))
+_CALLS = str(pathlib.Path(PACKAGE, "compiler", "module_calls.py"))
 """The file whose functions Dynamo traces where a training step calls a module."""
 
 Path = tuple[str, ...]

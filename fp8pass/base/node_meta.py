@@ -11,7 +11,7 @@ KIND = "fp8pass_kind"
 IS_STATE = "fp8pass_is_state"
 """On an input that a pass has added, and on parts of it: they hold state, the user's code does not know them."""
 QUANTIZED = "fp8pass_quantized"
-"""On a quantizing node of the annotated graph: what each quantizer in its arguments quantizes, see `Quantized`."""
+"""On a quantizing node of the annotated graph: what each quantizer in its arguments quantizes: `QuantizedTensor`."""
 PIECE = "fp8pass_piece"
 """On the nodes of Dynamo's graph: the number of the part, such as a layer, that is compiled as a separate function."""
 SAVED = "fp8pass_saved"
@@ -45,7 +45,7 @@ RECIPE = "fp8pass_recipe"
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTensor:
     """A tensor that a quantizer quantizes. name: of its slot; role: in its matmul; source: the matmul's source line."""
 
     name: str

@@ -27,7 +27,7 @@ from fp8pass.options import overrides
 from fp8pass.options.config import Config
 from fp8pass.options.setting import current_setting
 from fp8pass.options.unmatched import check_models, patterns_of
-from fp8pass.report.report import Report, are_judged, collect
+from fp8pass.report.report import Report, caller_warns, collect
 
 Compile = Callable[[fx.GraphModule, Sequence[Any], Config], Callable[..., Any]]
 
@@ -74,14 +74,14 @@ class FirstStep:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and check the call if it is the first one that trains."""
-        if are_judged():  # within the call of another function, which this one's matmuls count for
+        if caller_warns():  # within the call of another function, which this one's matmuls count for
             self.is_checked = True
         with self._modules_compiled():
             if self.is_checked or not _may_train():
                 return self._compiled(*args, **kwargs)
             outside = Outside([] if self._model is None else [self._model])
             try:
-                with collect(judges=True) as report, outside.watching():
+                with collect(warns=True) as report, outside.watching():
                     result = self._compiled(*args, **kwargs)
                 self._check(report, outside)
             finally:

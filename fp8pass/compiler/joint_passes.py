@@ -28,7 +28,7 @@ from fp8pass.options.overrides import REQUIRED
 from fp8pass.passes.joint.read_copies import ReadCopies
 from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.report.drawing import drawn
-from fp8pass.report.report import Report, Timing, are_judged, publish
+from fp8pass.report.report import Report, Timing, caller_warns, publish
 
 
 class JointPasses(CustomGraphPass):
@@ -173,7 +173,7 @@ def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
     """
     reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
     trains = any(gemm.kind != "output" for gemm in report.gemms)
-    is_checked_later = are_judged() and trains  # by `first_step.py`, with the other graphs of the step
+    is_checked_later = caller_warns() and trains  # by `first_step.py`, with the other graphs of the step
     if reasons and report.graphs and not report.rewritten and not overrides.current() and not is_checked_later:
         warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "

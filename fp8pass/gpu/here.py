@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fp8pass.base._torch import store_of, unset_fake_temporarily
 from fp8pass.base.errors import first_line, warn_once
-from fp8pass.gpu import kept, kernels, machine_file, speeds, tried
+from fp8pass.gpu import kept, kernel_kinds, machine_file, speeds, tried
 from fp8pass.gpu.speeds import Speeds
 from fp8pass.gpu.target import Target, published
 from fp8pass.gpu.tried import Tried
@@ -66,7 +66,7 @@ def target_here(device: torch.device, machine: str, ranks: Sequence[int], kinds:
     """Return the target of a GPU that is there, the same at each call with the same arguments.
 
     machine: the option. ranks: those that have to agree; () if there are no others. kinds: the scales that the recipe
-    asks for, see `kernels.KINDS`. Measures and tries nothing while a CUDA graph is captured.
+    asks for, see `kernel_kinds.KINDS`. Measures and tries nothing while a CUDA graph is captured.
     """
     key = device, machine, tuple(ranks), tuple(sorted(kinds))
     if key not in _targets:
@@ -89,7 +89,7 @@ def _found_here(device: torch.device, machine: str, kinds: Sequence[str]) -> Tar
         return base
     if _loaded is not None and _loaded.capability == base.capability:
         # its speeds alone: other versions of torch, or of CUDA, may have other kernels
-        return with_kernels(replace(_loaded, **dict.fromkeys(kernels.KINDS)), kinds, device)  # type: ignore[arg-type]
+        return with_kernels(replace(_loaded, **dict.fromkeys(kernel_kinds.KINDS)), kinds, device)  # type: ignore[arg-type]
     measured = measure(device)
     return with_kernels(base if measured is None else speeds.with_speeds(base, measured), kinds, device)
 
@@ -157,7 +157,9 @@ def written(device: torch.device, seconds: float) -> Target:
         published(gpu), multiprocessors=gpu.multi_processor_count, shared_memory=gpu.shared_memory_per_multiprocessor,
         cache=gpu.L2_cache_size, memory=gpu.total_memory,
     )  # fmt: skip
-    return with_kernels(speeds.with_speeds(base, speeds.measure(device, seconds), rounded=False), kernels.KINDS, device)
+    return with_kernels(
+        speeds.with_speeds(base, speeds.measure(device, seconds), rounded=False), kernel_kinds.KINDS, device
+    )
 
 
 def _stand_in(known_gpu: Known, what: str, why: str) -> None:
@@ -171,7 +173,7 @@ def _stand_in(known_gpu: Known, what: str, why: str) -> None:
 
 def with_kernels(target: Target, kinds: Iterable[str], device: torch.device) -> Target:
     """Return a target with the answers of trials, for the kinds asked for of which its tables are not sure."""
-    asked = [kind for kind in kernels.unsure(target) if kind in kinds]
+    asked = [kind for kind in kernel_kinds.unsure(target) if kind in kinds]
     if not asked:
         return target
     results = try_kinds(device, asked)
@@ -233,7 +235,7 @@ def _agreed(here: Target, ranks: Sequence[int], question: str) -> Target:
         f"fp8pass: a rank has a {chosen.name}, {chosen.sm}, and this one a {here.name}, {here.sm}: the speeds of the "
         "first decide for all ranks what runs in FP8, and each rank uses the kernels that it has"
     )
-    return replace(chosen, **{name: getattr(here, name) for name in ("capability", *kernels.KINDS)})
+    return replace(chosen, **{name: getattr(here, name) for name in ("capability", *kernel_kinds.KINDS)})
 
 
 def in_use(device: torch.device) -> Target | None:

@@ -15,7 +15,7 @@ from fp8pass.base import versions
 from fp8pass.base._torch import cpp_compiler
 from fp8pass.base.errors import first_line
 from fp8pass.base.scaling import FP8_DTYPES
-from fp8pass.gpu import here, kernels
+from fp8pass.gpu import here, kernel_kinds
 from fp8pass.gpu.speeds import Speeds, expected
 from fp8pass.gpu.target import Target
 from fp8pass.gpu.tried import Tried
@@ -98,7 +98,7 @@ def _target() -> Target | None:
     """Return the figures of the first GPU by which it is decided what runs in FP8; None without a GPU."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    return here.target_here(torch.device("cuda", 0), make_config().machine, (), kernels.KINDS)
+    return here.target_here(torch.device("cuda", 0), make_config().machine, (), kernel_kinds.KINDS)
 
 
 def _speeds(target: Target | None) -> Iterator[tuple[str, str]]:
@@ -111,7 +111,7 @@ def _speeds(target: Target | None) -> Iterator[tuple[str, str]]:
     yield "  published", figures(base)
     if known_gpu.speeds is not None:
         yield "  measured", rates(known_gpu.speeds)
-    for kind in kernels.KINDS:
+    for kind in kernel_kinds.KINDS:
         yield f"  {kind} kernels", _answer(kind, target, known_gpu.tried)
     for tried in known_gpu.tried:
         if tried.result:
@@ -132,7 +132,7 @@ def rates(speeds: Speeds) -> str:
 
 def _answer(kind: str, target: Target, tried: Sequence[Tried]) -> str:
     cases = [t for t in tried if t.kind == kind]
-    why = kernels.why_not(kind, target)
+    why = kernel_kinds.why_not(kind, target)
     if not cases:
         return f"by the tables: {why or 'there'}"
     right = sum(not t.result for t in cases)

@@ -125,14 +125,14 @@ class _Torch(types.ModuleType):
         return getattr(torch, name)
 
 
-class _Ops:
+class _CountedOps:
     """Stands for a namespace of ops in generated code: the results of every op are counted."""
 
     def __init__(self, ops: Any, count: Count) -> None:
         self._ops, self._count = ops, count
 
     def __getattr__(self, name: str) -> Any:
-        return _Ops(getattr(self._ops, name), self._count)
+        return _CountedOps(getattr(self._ops, name), self._count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (out := kwargs.get("out")) is not None:
@@ -155,7 +155,7 @@ def _outside(count: Count) -> dict[str, Any]:
     def view(x: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
         return x.as_strided(size, stride, x.storage_offset() + offset)
 
-    ops = _Ops(torch.ops, count)
+    ops = _CountedOps(torch.ops, count)
     stand_in = _Torch("torch")
     stand_in.ops = ops
     return {

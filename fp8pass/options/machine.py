@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8pass.base._torch import FakeTensor, first_call_is_fake
-from fp8pass.gpu import here, kernels
+from fp8pass.gpu import here, kernel_kinds
 from fp8pass.options.config import Config
 from fp8pass.recipes import Schedule
 
@@ -41,7 +41,7 @@ def _kinds(config: Config) -> set[str]:
     """Return the kinds of scales that the recipes ask for, whose kernels not every GPU has."""
     recipe = config.recipe
     phases = [config.at_step(step) for step, _ in recipe.phases] if isinstance(recipe, Schedule) else [config]
-    return {recipe.name for phase in phases for recipe in phase.recipes} & set(kernels.KINDS)
+    return {recipe.name for phase in phases for recipe in phase.recipes} & set(kernel_kinds.KINDS)
 
 
 def _ranks(config: Config) -> tuple[int, ...]:

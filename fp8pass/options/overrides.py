@@ -20,7 +20,7 @@ from fp8pass.options.config import Config
 from fp8pass.recipes import KINDS, Kind, Recipe, Role
 
 Way = Literal["configured", "eager", "reference"]
-"""Ways to run graphs: as the program's options say; op by op after all passes; op by op as annotated, with no pass."""
+"""Ways to run graphs: by the program's options; op by op after all passes; op by op as annotated, with no pass."""
 REQUIRED = (
     "list_matmuls", "keep_strides", "take_states", "read_moments", "skip_nonfinite", "write_moments", "write_weights",
 )  # fmt: skip

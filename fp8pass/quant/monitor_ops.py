@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass.base import scaling
-from fp8pass.base.node_meta import Quantized
+from fp8pass.base.node_meta import QuantizedTensor
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import part_of
 
@@ -200,7 +200,7 @@ class WatchTable:
     activations above which to warn; None for no warning.
     """
 
-    watched: tuple[Quantized, ...]
+    watched: tuple[QuantizedTensor, ...]
     n_forward: int
     device: torch.device
     steps: int

@@ -425,29 +425,29 @@ def _plain(value: Any) -> Any:
 
 
 _collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=None)
-_judges: ContextVar[bool] = ContextVar("fp8pass_judges", default=False)
+_caller_warns: ContextVar[bool] = ContextVar("fp8pass_caller_warns", default=False)
 
 
 @contextmanager
-def collect(judges: bool = False) -> Iterator[Report]:
+def collect(warns: bool = False) -> Iterator[Report]:
     """Collect the verdicts of all graphs compiled in this context in a Report; at the end, add them to an outer one.
 
-    judges: True if the caller warns of matmuls that do not run in FP8, instead of the compilation of each graph.
+    warns: True if the caller warns of matmuls that do not run in FP8, instead of the compilation of each graph.
     """
     report = Report()
-    token, judging = _collector.set(report), _judges.set(judges or _judges.get())
+    token, warning = _collector.set(report), _caller_warns.set(warns or _caller_warns.get())
     try:
         yield report
     finally:
         _collector.reset(token)
-        _judges.reset(judging)
+        _caller_warns.reset(warning)
         if (around := _collector.get()) is not None:
             around.add(report)
 
 
-def are_judged() -> bool:
+def caller_warns() -> bool:
     """Return whether the verdicts of graphs that are compiled now are checked together, later."""
-    return _judges.get()
+    return _caller_warns.get()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass.base.node_meta import GATHERED, PIECE, QUANTIZED, Quantized
+from fp8pass.base.node_meta import GATHERED, PIECE, QUANTIZED, QuantizedTensor
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
@@ -264,7 +264,7 @@ class QuantizeCall:
         tensors = []
         for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
             name = walk.names.slot(self.choice.name, role)
-            tensors.append(Quantized(name, role, self.choice.source))
+            tensors.append(QuantizedTensor(name, role, self.choice.source))
             if not isinstance(quantizer, ops.Stateful):
                 continue
             # a parameter has one slot wherever it is read; an activation may be a different tensor at each line

@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fp8pass.base.names import short, source_of
-from fp8pass.base.node_meta import PIECE, QUANTIZED, SAVED_FP8, SAVED_RESULT, Quantized
+from fp8pass.base.node_meta import PIECE, QUANTIZED, SAVED_FP8, SAVED_RESULT, QuantizedTensor
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verdict import SavedTensor
 from fp8pass.options import overrides
@@ -378,7 +378,7 @@ class _SaveRewriter:
                 quantize = self.graph.call_function(ops.qdq_operand, (node, quantizer))
             quantize.meta.update({**node.meta, **({} if piece is None else {PIECE: piece})})
             slot = self.walk.names.slot(verdict.name, "saved")
-            quantize.meta[QUANTIZED] = [Quantized(slot, "saved", verdict.source)]
+            quantize.meta[QUANTIZED] = [QuantizedTensor(slot, "saved", verdict.source)]
             if isinstance(quantizer, ops.Stateful):
                 self.walk.slots.append(NewSlot(slot, "saved", -1, verdict.source, quantizer, quantize))
             verdict.bytes -= size

@@ -55,7 +55,7 @@ _PASS = "fuse_matmuls"
 
 
 @dataclass(frozen=True)
-class Match:
+class FusedMatch:
     """A matmul with its epilogue. made: the outputs of the kernel. results: what the epilogue computes, in order."""
 
     epilogue: TileEpilogue
@@ -63,13 +63,13 @@ class Match:
     results: list[tuple[fx.Node, fx.Node | None]]
 
 
-def match(matmul: fx.Node) -> Match | None:
+def match(matmul: fx.Node) -> FusedMatch | None:
     """Return what can go into the kernel of a `_scaled_mm`; None if nothing can."""
     # as two halves first: ops that combine gate and up do not fit the whole matrix
     for products in products_of(matmul):
         if (e := epilogue_of(products)) is not None:
             made = list(outputs_of(e))
-            return Match(e, made, results_of(e, made))
+            return FusedMatch(e, made, results_of(e, made))
     return None
 
 
@@ -94,7 +94,7 @@ def _arguments(matmul: fx.Node) -> list[Any]:
     return [*matmul.args, *[None] * 8][:8]
 
 
-def plan_of(m: Match, gpu: Gpu) -> Plan:
+def plan_of(m: FusedMatch, gpu: Gpu) -> Plan:
     """Return the kernel's plan, without a tile, and without code: only with the matrices that its epilogue reads."""
     e = m.epilogue
     matmul, first_input = _matmul(m, gpu), len(e.products.parts)
@@ -107,7 +107,7 @@ def plan_of(m: Match, gpu: Gpu) -> Plan:
     return Plan(matmul, Code(tuple(reads), ()), outputs, ANY, gpu.capability, 0)
 
 
-def with_code(plan: Plan, m: Match) -> Plan:
+def with_code(plan: Plan, m: FusedMatch) -> Plan:
     """Return the plan with the code of the epilogue. Raises CannotFuse if an op can't be generated."""
     return replace(plan, epilogue=written(module_of(m.epilogue, m.results), plan.matmul.products))
 
@@ -133,7 +133,7 @@ _fastest: dict[tuple[Plan, Gpu], Plan | str] = {}
 """{(a plan without a tile, a GPU): the plan with the fastest tile, or the reason why two kernels are better}."""
 
 
-def fastest(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan:
+def fastest(m: FusedMatch, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan:
     """Return the plan with the tile that takes least time. Raises CannotFuse if what runs otherwise takes less.
 
     seconds_of: times a graph. The graphs hold everything that the kernel computes, and the last stages of its amaxes.
@@ -147,7 +147,7 @@ def fastest(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule
     return outcome
 
 
-def _timed(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan | str:
+def _timed(m: FusedMatch, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan | str:
     try:
         apart = seconds_of(_alone(m))
         fused = {p: seconds_of(_fused_alone(m, p, gpu)) for p in tiled(plan, gpu)}
@@ -160,13 +160,13 @@ def _timed(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule]
     return f"one kernel takes {1e6 * fused[best]:.0f} us as timed, and separate ones {1e6 * apart:.0f} us"
 
 
-def _alone(m: Match) -> fx.GraphModule:
+def _alone(m: FusedMatch) -> fx.GraphModule:
     """Return a graph of the matmul and of what its kernel could compute after it."""
     e = m.epilogue
     return alone({*e.matmul.all_input_nodes, *e.inputs}, [o.instead_of for o in m.made])
 
 
-def _fused_alone(m: Match, plan: Plan, gpu: Gpu) -> fx.GraphModule:
+def _fused_alone(m: FusedMatch, plan: Plan, gpu: Gpu) -> fx.GraphModule:
     """Return the graph of `_alone` after its rewrite."""
     module = _alone(m)
     matched = match(*module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
@@ -178,7 +178,7 @@ def _fused_alone(m: Match, plan: Plan, gpu: Gpu) -> fx.GraphModule:
     return module
 
 
-def _matmul(m: Match, gpu: Gpu) -> Matmul:
+def _matmul(m: FusedMatch, gpu: Gpu) -> Matmul:
     node, products = m.epilogue.matmul, m.epilogue.products
     a, b = (val(as_node(x)) for x in node.args[:2])
     scales = "tensorwise" if has_one_element(as_node(node.args[2])) else "rowwise"
@@ -228,7 +228,7 @@ def _quantizes_after(matmul: fx.Node) -> list[fx.Node]:
     return [n for n in readers(matmul, is_elementwise_in_high_precision) if n.target is QUANTIZE]
 
 
-def _planned(m: Match, gpu: Gpu, decide: Decide, seconds_of: Callable[[fx.GraphModule], float] | None) -> Plan:
+def _planned(m: FusedMatch, gpu: Gpu, decide: Decide, seconds_of: Callable[[fx.GraphModule], float] | None) -> Plan:
     """Return the plan of the kernel, with its tile. Raises CannotFuse if none fits, or if two kernels are better."""
     plan = with_code(plan_of(m, gpu), m)
     if seconds_of is not None and decide.how == "auto":
@@ -238,7 +238,7 @@ def _planned(m: Match, gpu: Gpu, decide: Decide, seconds_of: Callable[[fx.GraphM
     return next(tiled(plan, gpu))
 
 
-def _said(m: Match, plan: Plan, how_known: str) -> str:
+def _said(m: FusedMatch, plan: Plan, how_known: str) -> str:
     """Return a sentence for the matmul's verdict, which ends with how it is known that one kernel is better."""
     made = dict.fromkeys(short(val(q).dtype) for q in m.epilogue.quantizes)
     what = f"computes the ops after it and quantizes to {', '.join(made)}" if made else "computes the ops after it"
@@ -246,7 +246,7 @@ def _said(m: Match, plan: Plan, how_known: str) -> str:
     return f"its kernel {what}, which moves {saved:.0f} MB less{how_known}"
 
 
-def rewrite(build: Builder, m: Match, plan: Plan) -> None:
+def rewrite(build: Builder, m: FusedMatch, plan: Plan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
     e, dead = m.epilogue, m.epilogue.closed()
     given = [a for a in e.matmul.args[:5] if isinstance(a, fx.Node)]

@@ -140,7 +140,7 @@ class Group(TileEpilogue):
 
 
 @dataclass(frozen=True)
-class Match:
+class GroupMatch:
     """A group with the outputs of its kernel, and what the kernel computes for them, in order."""
 
     group: Group
@@ -164,7 +164,7 @@ def rewrite_groups(graph: fx.Graph, large: Sequence[fx.Node], context: KernelsCo
     return applied
 
 
-def _apply(build: Builder, m: Match) -> int:
+def _apply(build: Builder, m: GroupMatch) -> int:
     """Rewrite a match, unless there is a reason against it; return the number of quantizes that its kernel computes."""
     try:
         plans = list(_plans(m))
@@ -179,7 +179,7 @@ def _apply(build: Builder, m: Match) -> int:
     return len(m.group.quantizes)
 
 
-def _plans(m: Match) -> Iterator[tuple[Match, TilesPlan]]:
+def _plans(m: GroupMatch) -> Iterator[tuple[GroupMatch, TilesPlan]]:
     """Yield the kernels of a match, in the order in which they run. Raises CannotFuse if there is a reason against."""
     if reason := why_not(m):
         raise CannotFuse(reason)
@@ -188,7 +188,7 @@ def _plans(m: Match) -> Iterator[tuple[Match, TilesPlan]]:
             yield kernel, plan_of(kernel)
 
 
-def match(x_q: fx.Node) -> Match | None:
+def match(x_q: fx.Node) -> GroupMatch | None:
     """Return what one kernel can compute that quantizes this tensor; None if none of ours can."""
     if (group := _group_of(x_q)) is None:
         return None
@@ -201,7 +201,7 @@ def match(x_q: fx.Node) -> Match | None:
         if joined is not None and joined.matrices == group.matrices and _is_orderly(joined, joined.replaced):
             group = joined
     made = list(outputs_of(group))
-    return Match(group, made, results_of(group, made))
+    return GroupMatch(group, made, results_of(group, made))
 
 
 def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
@@ -286,7 +286,7 @@ def _add_reductions(group: Group) -> None:
     group.sums = [n for n in near if is_column_sum(n) and first(n) in {**xs, **of_parts}]
 
 
-def amaxes_before(group: Group) -> Match | None:
+def amaxes_before(group: Group) -> GroupMatch | None:
     """Return the amaxes of rows and of columns that the group's scales are made of, if one kernel can take them all."""
     xs = dict.fromkeys(p for q in group.quantizes for p in group.parts(group.quantized(q)))
     kinds = {n: kind for x in xs for n in readers_nearby(x) if (kind := _amaxes_kind(n, x))}
@@ -302,7 +302,7 @@ def amaxes_before(group: Group) -> Match | None:
     if not _is_orderly(before, set(amaxes)):
         return None
     made = [Made(kinds[n], (_measured(n),), n, val(n).dtype) for n in amaxes]
-    return Match(before, made, results_of(before, made))
+    return GroupMatch(before, made, results_of(before, made))
 
 
 def _measured(amaxes: fx.Node) -> fx.Node:
@@ -330,7 +330,7 @@ def _is_orderly(group: Group, made: Set[fx.Node]) -> bool:
 # Check: only refuses.
 
 
-def why_not(m: Match) -> str:
+def why_not(m: GroupMatch) -> str:
     """Return the reason why Inductor's kernel is better, or a kernel of ours wrong; "" if there is none."""
     group = m.group
     if not (group.nodes or group.turns or group.amaxes or group.arranged):
@@ -442,7 +442,7 @@ def _needs_memory(user: fx.Node) -> bool:
 # Rewrite: only builds.
 
 
-def plan_of(m: Match) -> TilesPlan:
+def plan_of(m: GroupMatch) -> TilesPlan:
     """Return the plan of the kernel. Raises CannotFuse if an op can't be generated."""
     group, module = m.group, module_of(m.group, m.results)
     rows, choices = group.products.m, _choices(m.group)
@@ -459,7 +459,7 @@ def plan_of(m: Match) -> TilesPlan:
     return TilesPlan(rows, columns, at, outputs, dtypes, piles, choices, blocks, half, tuple(ops))
 
 
-def _codes(m: Match, module: fx.GraphModule, choices: Sequence[Choice]) -> tuple[Sequence[Columns], list[Code]]:
+def _codes(m: GroupMatch, module: fx.GraphModule, choices: Sequence[Choice]) -> tuple[Sequence[Columns], list[Code]]:
     """Return the ranges of columns with code of their own, and their code. Raises CannotFuse."""
     arranged, width = m.group.arranged.values(), max(choice.columns for choice in choices)
     starts, heads = {s for a in arranged for s in a.starts}, {h for a in arranged for h in a.heads}
@@ -507,12 +507,12 @@ def _choices(group: Group) -> tuple[Choice, ...]:
     return choices[:1] if group.sums and is_deterministic() else choices
 
 
-def _blocks(b: BlockScales, m: Match) -> ResultBlocks:
+def _blocks(b: BlockScales, m: GroupMatch) -> ResultBlocks:
     (x,) = m.group.parts(b.x)
     return ResultBlocks(m.results.index((x, None)), b.rows, b.columns, written(b.module()))
 
 
-def _output(o: Made, m: Match, parts: int) -> Output:
+def _output(o: Made, m: GroupMatch, parts: int) -> Output:
     results = tuple(parts * m.results.index(result) + part for result in o.results for part in range(parts))
     if o.blocks is None:
         return Output(o.kind, results, o.dtype)
@@ -521,7 +521,7 @@ def _output(o: Made, m: Match, parts: int) -> Output:
     return Output(o.kind, results, o.dtype, blocks=which, number=number)
 
 
-def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
+def rewrite(build: Builder, m: GroupMatch, plan: TilesPlan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
     group, dead = m.group, m.group.closed()
     # before the ops that overwrite what the kernel reads, too

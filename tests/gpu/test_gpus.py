@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 import fp8pass
 from fp8pass.base.errors import Fp8Error
-from fp8pass.gpu import here, kept, kernels, speeds, trial, tried
+from fp8pass.gpu import here, kept, kernel_kinds, speeds, trial, tried
 from fp8pass.gpu.machine_file import load_machine, to_json
 from fp8pass.gpu.speeds import STEP, Speeds, expected, with_speeds
 from fp8pass.gpu.target import TARGETS, Target, nearest, published, sizes
@@ -269,7 +269,7 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.run(case, torch.device("cpu")).startswith("wrong in 100% of the elements: nan")
 
 
-@pytest.mark.parametrize("kind", ["tensor", *kernels.KINDS])
+@pytest.mark.parametrize("kind", ["tensor", *kernel_kinds.KINDS])
 def test_cases_are_such_as_cuda_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Call each case that fp8pass emits on fake CUDA tensors, which applies CUDA's rules without a GPU."""
     multiply, mode = torch._scaled_mm, FakeTensorMode()
@@ -344,7 +344,7 @@ def test_a_child_that_can_not_start_leaves_it_to_the_tables(tmp_path: Path) -> N
         gpu.error = RuntimeError("no context: made up for the test")
         with pytest.warns(UserWarning, match="mxfp8: no context: made up for the test"):
             target = here.target_here(CUDA, "measured", (), ("mxfp8",))
-        assert target.mxfp8 is None and not kernels.why_not("mxfp8", target)
+        assert target.mxfp8 is None and not kernel_kinds.why_not("mxfp8", target)
 
 
 def test_what_says_nothing_of_a_kernel_is_not_kept(tmp_path: Path) -> None:
@@ -392,12 +392,12 @@ def test_a_trial_decides(result: str, native: bool, tmp_path: Path) -> None:
         gpu.result = result
         target = here.target_here(CUDA, "measured", (), ("mxfp8", "rowwise"))
         assert (target.mxfp8, target.rowwise, target.blockwise) == (native, native, None)
-        assert (kernels.why_not("mxfp8", target) == "") == native
+        assert (kernel_kinds.why_not("mxfp8", target) == "") == native
         assert (predicted_speedup(target, 4096, 4096, 4096, MXFP8Scaling()) is not None) == native
     with there(tmp_path, "rtx5090") as gpu:  # another process reads the answers
         assert here.target_here(CUDA, "measured", (), ("mxfp8", "rowwise")) == target and not gpu.tried
     if not native:
-        assert kernels.why_not("mxfp8", target) == (
+        assert kernel_kinds.why_not("mxfp8", target) == (
             "mxfp8 kernels do not work on this rtx5090, as tried: see `fp8pass env`"
         )
 
@@ -405,11 +405,13 @@ def test_a_trial_decides(result: str, native: bool, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_tables_and_trials_agree() -> None:
     base = here.published_here(CUDA)
-    found = tried.try_kinds(["tensor", *kernels.KINDS], "cuda", 60)
+    found = tried.try_kinds(["tensor", *kernel_kinds.KINDS], "cuda", 60)
     assert tried.works("tensor", found), found
-    for kind in kernels.KINDS:
-        if kind not in kernels.unsure(base):
-            assert tried.works(kind, found) == (not kernels.why_not(kind, base)), [t for t in found if t.kind == kind]
+    for kind in kernel_kinds.KINDS:
+        if kind not in kernel_kinds.unsure(base):
+            assert tried.works(kind, found) == (not kernel_kinds.why_not(kind, base)), [
+                t for t in found if t.kind == kind
+            ]
 
 
 @pytest.mark.gpu

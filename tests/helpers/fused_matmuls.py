@@ -24,7 +24,7 @@ from fp8pass.inspect.fake_cuda import FakeCuda, resources, run_tool
 from fp8pass.passes.common.gpu import Gpu
 from fp8pass.passes.kernels import fused_matmul
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fused_matmul import Match, match, plan_of, tiled, with_code
+from fp8pass.passes.kernels.fused_matmul import FusedMatch, match, plan_of, tiled, with_code
 from fp8pass.passes.kernels.fused_plan import Plan, Tile
 from fp8pass.passes.kernels.matmul_source import kernel_of
 from fp8pass.passes.kernels.trial_compile import compiled
@@ -176,7 +176,7 @@ def spoil(tensors: list[Tensor]) -> None:
             row[1] = float("inf")
 
 
-def found_in(name: str, given: list[Tensor]) -> tuple[Match, fx.GraphModule]:
+def found_in(name: str, given: list[Tensor]) -> tuple[FusedMatch, fx.GraphModule]:
     """Return the graph of a case, and the match of its first matmul."""
     steps = name.partition(":")[2]
     graph = capture(chain(*steps.split(",")) if steps else CASES[name], *given)
@@ -218,7 +218,7 @@ def compared_output(kind: str, got: Tensor, wanted: Tensor) -> tuple[dict[str, A
     return {"kind": kind, "steps": of.steps, "differing": of.differing, "sqnr": of.sqnr, "special": special}, got
 
 
-def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
+def run(m: FusedMatch, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
     """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
     values = values_of(graph, given)
     args = [values[a.name] for a in m.epilogue.matmul.args[:5] if isinstance(a, fx.Node)]

@@ -24,7 +24,7 @@ from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.common import transposed_copies
 from fp8pass.passes.common.kernel_outputs import Made
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.quantize_groups import Match, amaxes_before, match, plan_of, why_not
+from fp8pass.passes.kernels.quantize_groups import GroupMatch, amaxes_before, match, plan_of, why_not
 from fp8pass.passes.kernels.tiles_source import Choice, TilesPlan, kernel_of
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.quant.ops import Blockwise
@@ -191,7 +191,7 @@ def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
     ]
 
 
-def found_in(name: str, given: list[Tensor]) -> tuple[list[Match], fx.GraphModule]:
+def found_in(name: str, given: list[Tensor]) -> tuple[list[GroupMatch], fx.GraphModule]:
     """Return the match of a case that reads most, with the amaxes that are taken before, if any; and the graph."""
     graph = capture(CASES[name][0], *given)
     on_kernels(graph, FoldQuantizes())
@@ -201,7 +201,9 @@ def found_in(name: str, given: list[Tensor]) -> tuple[list[Match], fx.GraphModul
     return list(filter(None, (m, amaxes_before(m.group)))), graph
 
 
-def run(m: Match, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
+def run(
+    m: GroupMatch, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given: list[Tensor]
+) -> list[dict[str, Any]]:
     """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
     values = values_of(graph, given)
     inputs = [values[n.name] for n in m.group.tensors()]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import house
 import pytest
 
 import fp8pass
-from fp8pass.base.names import PACKAGE
+from fp8pass.base.names import _CALLS, PACKAGE
 from fp8pass.compiler.not_compiled import RUNS_GRAPHS
 
 pytestmark = pytest.mark.tools
@@ -39,4 +41,13 @@ def test_no_file_is_named_like_a_public_function() -> None:
 
 def test_files_that_the_code_names_exist() -> None:
     """Their paths tell frames of fp8pass from the user's; frames of a moved file would be taken for the user's code."""
-    assert [path for path in RUNS_GRAPHS if PACKAGE in path and not Path(path).exists()] == []
+    assert [path for path in (*RUNS_GRAPHS, _CALLS) if PACKAGE in path and not Path(path).exists()] == []
+
+
+def test_no_class_name_and_no_file_name_is_there_twice() -> None:
+    """Except the callbacks of the two frameworks that have callbacks."""
+    trees = [ast.parse(file.read_text()) for file in house.modules().values()]
+    classes = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, times in classes.items() if times > 1} == {"Fp8Callback"}
+    files = Counter(file.name for file in house.modules().values())
+    assert {name for name, times in files.items() if times > 1} == {"__init__.py"}

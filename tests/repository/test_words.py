@@ -18,7 +18,7 @@ OPENINGS = ("What", "Of", "Whether", "And", "Not", "But", "See the function")
 """Openings that the first line of a function's docstring, or of a pass's, may not have, for a verb is missing."""
 IDIOMS = (r"behind", r"in front of", r"in the place of", r"is none of", r"(?<!there )(is|are) no\b(?! longer)")
 """Idioms that no docstring, comment or message may use: say after, before, instead of, is not one of, is not."""
-PAGE_IDIOMS = (
+DIALECT = (
     r"say(?=[,;:)])",  # for example, such as
     r"(?<=, )say(?=\.)",
     r"(?<=[,;] )else(?! if\b)",  # otherwise
@@ -30,7 +30,7 @@ PAGE_IDIOMS = (
     r"poison\w*",
     r"in vain",  # needlessly
 )
-"""Idioms of this project that a page may not use, each with what to say instead; code in blocks and quotes is not read."""
+"""Idioms of this project that neither code nor pages may use, each with what to say instead."""
 FIRST_LINES = ("of its own",)
 """Idioms that a first line may not use: say "its own"."""
 
@@ -104,6 +104,12 @@ def test_no_text_says(idiom: str) -> None:
     assert not found
 
 
+@pytest.mark.parametrize("idiom", DIALECT)
+def test_no_text_has_dialect(idiom: str) -> None:
+    found = [f"{at}: {text}" for at, text in TEXTS if re.search(rf"\b{idiom}\b", text)]
+    assert not found
+
+
 PAGES = [*house.ROOT.glob("*.md"), *house.ROOT.glob("docs/*.md"), *house.ROOT.glob("passes/*.md")]
 
 
@@ -112,7 +118,7 @@ def prose(page: str) -> str:
     return re.sub(r"^```.*?^```|`[^`\n]*`", "", page, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("idiom", PAGE_IDIOMS)
+@pytest.mark.parametrize("idiom", DIALECT)
 def test_no_page_says(idiom: str) -> None:
     texts = {file.name: " ".join(prose(file.read_text()).split()) for file in PAGES}
     found = [
@@ -125,8 +131,8 @@ def test_no_page_says(idiom: str) -> None:
 
 def test_idioms_of_pages_are_found() -> None:
     page = "A size, M say, varies. Of a matrix, it is\nthe kin; else not. `or else, say, kin`\n```\nin vain\n```\n"
-    hits = [idiom for idiom in PAGE_IDIOMS if re.search(rf"\b{idiom}\b", " ".join(prose(page).split()))]
-    assert hits == [PAGE_IDIOMS[0], PAGE_IDIOMS[2], PAGE_IDIOMS[3], PAGE_IDIOMS[4]]
+    hits = [idiom for idiom in DIALECT if re.search(rf"\b{idiom}\b", " ".join(prose(page).split()))]
+    assert hits == [DIALECT[0], DIALECT[2], DIALECT[3], DIALECT[4]]
 
 
 def test_passes_are_found() -> None:

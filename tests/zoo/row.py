@@ -610,7 +610,7 @@ class _Timed:
 
 
 def trains_with(subject: Subject, backend: str) -> str:
-    """Return the backend's name if torch.compile trains the model with it; else the backend and its error."""
+    """Return the backend's name if torch.compile trains the model with it; otherwise the backend and its error."""
     torch._dynamo.reset()
     try:
         subject.train_with(backend)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.base.node_meta import Quantized
+from fp8pass.base.node_meta import QuantizedTensor
 from fp8pass.graph.annotation import Annotation
 from fp8pass.quant import monitor_ops
 from fp8pass.quant.monitor_ops import MonitorBuffer, WatchTable
@@ -150,7 +150,7 @@ watch_gradient: "f32[16, 64]" = fp8pass_quant_monitor_ops_watch_gradient(qdq_gra
 return (watch_gradient,)
 """,
     )
-    names = [Quantized(f"weight.{role}", role, "") for role in ("input", "weight", "grad_output")]
+    names = [QuantizedTensor(f"weight.{role}", role, "") for role in ("input", "weight", "grad_output")]
     assert [i.table for i in watched.inputs if isinstance(i, MonitorInput)] == 2 * [
         WatchTable(tuple(names), 2, torch.device("cpu"), 7)
     ]
@@ -294,7 +294,7 @@ def test_copies_of_weights_are_watched_too() -> None:
 def test_the_ring_keeps_the_newest_steps() -> None:
     _, found = trained("a.input", lowering="eager", steps=6, monitor_steps=2)
     assert [row.step for row in found.rows] == [3, 4, 5]
-    monitor_buffer = MonitorBuffer(WatchTable((Quantized("a", "input", ""),), 1, torch.device("cpu"), 2))
+    monitor_buffer = MonitorBuffer(WatchTable((QuantizedTensor("a", "input", ""),), 1, torch.device("cpu"), 2))
     for step in range(5):
         monitor_buffer.begin(step, step)
         monitor_buffer.begin(step, step)  # the monitor goes on after the saved step
