@@ -230,7 +230,7 @@ def layouts(gpus: int, node: int) -> Iterator[tuple[str, Layout]]:
 
 
 def fitting(step: Step, memory: float) -> Step | None:
-    """Return the step if it fits into a GPU, otherwise with blocks that run again in the backward; None if neither fits."""
+    """Return the step if it fits into a GPU, or with blocks that run again in the backward; None if neither fits."""
     again = replace(step, layout=replace(step.layout, recompute=True))
     return next((s for s in (step, again) if s.memory() <= memory), None)
 

@@ -21,7 +21,7 @@ IDIOMS = (r"behind", r"in front of", r"in the place of", r"is none of", r"(?<!th
 DIALECT = (
     r"say(?=[,;:)])",  # for example, such as
     r"(?<=, )say(?=\.)",
-    r"(?<=[,;] )else(?! if\b)",  # otherwise
+    r"(?<=[,;] )else(?! (if|\d)\b)",  # otherwise
     r"Of (a|an|all|each|every|its)",  # at the beginning of a sentence
     r"kin",  # similar, related
     r"twins?",  # copy, the same of
