@@ -189,7 +189,7 @@ class _Counting(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, so that compiled functions run within this mode; otherwise their original functions would run."""
+        """Return True, so that compiled functions, not their original functions, run within this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

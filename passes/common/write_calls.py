@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass.base._torch import FakeTensor
+from fp8pass.base._torch import FakeTensor, enable_python_dispatcher, pytree
 
 
 class CallWriter:
@@ -17,6 +17,7 @@ class CallWriter:
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph = graph
+        self.node = node
         self.meta = node.meta
         results = node.meta["example_value"]
         results = results if isinstance(results, (tuple, list)) else [results]
@@ -25,16 +26,19 @@ class CallWriter:
         self.mode: Any = next(fakes, contextlib.nullcontext())
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call of a function, with the example value that it returns for the inputs' examples: tensor or size."""
+        """Add a call of a function, with what it returns for the inputs' examples: tensors or a size."""
         node = self.graph.call_function(function, args, kwargs)
         examples = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-        # no_grad: examples are leaves, as Dynamo's are, and get their requires_grad below
-        with torch.no_grad(), self.mode:  # in the mode, tensors that the function creates are fake, too
+        # no_grad: examples are leaves, as Dynamo's are, and get their requires_grad below. In the mode, tensors that
+        # the function creates are fake, too; some ops in C++ take symbolic sizes from Python's dispatcher only
+        with torch.no_grad(), self.mode, enable_python_dispatcher():
             value = function(*examples[0], **examples[1])
-        if isinstance(value, Tensor):
-            needs_grad = self.needs_grad and any(_needs_grad(n) for n in node.all_input_nodes)
-            value = value.detach().requires_grad_(needs_grad)
-        node.meta = {**self.meta, "example_value": value}
+        needs_grad = self.needs_grad and any(_needs_grad(n) for n in node.all_input_nodes)
+
+        def with_grad(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_(needs_grad and x.is_floating_point())
+
+        node.meta = {**self.meta, "example_value": pytree.tree_map_only(Tensor, with_grad, value)}
         return node
 
     def copy(self, to: fx.Node, source: fx.Node) -> fx.Node:
@@ -42,6 +46,16 @@ class CallWriter:
         node = self.graph.call_method("copy_", (to, source))
         node.meta = dict(self.meta)
         return node
+
+    def replace(self, result: Any) -> None:
+        """Erase the call. Its result, or each of its results, becomes `result`, in the dtype that it had."""
+        if isinstance(result, fx.Node):
+            self.node.replace_all_uses_with(self.as_was(result, self.meta["example_value"]))
+        for user in list(self.node.users):  # getitem
+            assert isinstance(user.args[1], int)
+            user.replace_all_uses_with(self.as_was(result[user.args[1]], user.meta["example_value"]))
+            self.graph.erase_node(user)
+        self.graph.erase_node(self.node)
 
     def as_was(self, result: fx.Node, example: Tensor) -> fx.Node:
         """Return `result` in the dtype of `example`, which autocast gave the original call."""
@@ -51,5 +65,14 @@ class CallWriter:
 
 
 def _needs_grad(node: fx.Node) -> bool:
-    value = node.meta["example_value"]
-    return isinstance(value, Tensor) and value.requires_grad
+    return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(node.meta["example_value"]))
+
+
+def rewrite(graph: fx.Graph, node: fx.Node, writer: Callable[..., Any]) -> bool:
+    """Replace a call with what `writer` adds and returns; return False if that is None, and the call stays."""
+    with graph.inserting_before(node):
+        write = CallWriter(graph, node)
+        result = writer(write, *node.args, **node.kwargs)
+        if result is not None:
+            write.replace(result)
+    return result is not None

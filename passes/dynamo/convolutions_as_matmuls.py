@@ -302,8 +302,7 @@ def rewrite(graph: fx.Graph, conv: Convolution, layout: ConvolutionLayout, names
         y = _with_channels_first(write, conv, y)
         if not layout.result_last and not laid_out_alike(_value(y), _value(conv.node)):
             y = write(torch.Tensor.contiguous, y)
-        conv.node.replace_all_uses_with(write.as_was(y, _value(conv.node)))
-    graph.erase_node(conv.node)
+        write.replace(y)
 
 
 def _rows(write: CallWriter, conv: Convolution, last: bool) -> fx.Node:

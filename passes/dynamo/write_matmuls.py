@@ -4,7 +4,7 @@ before   y = einsum("bij,bjk,kl->bil", [x, v, w])
 after    xv = einsum("abc,abd->acd", ...); y = einsum("abc,cd->abd", xv, w)       in the order that torch takes
 
 before   h, c = lstm_cell(x, (h, c), w_ih, w_hh, b_ih, b_hh)
-after    gates = linear(x, w_ih, b_ih) + linear(h, w_hh, b_hh); ...
+after    gates = linear(h, w_hh, b_hh) + linear(x, w_ih, b_ih); ...   as torch decomposes it (inline_composites.py)
 
 before   y.addmm_(a, b)
 after    y.copy_(addmm(y, a, b))
@@ -22,7 +22,6 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fp8pass.base._torch import OpOverload, OpOverloadPacket
@@ -31,7 +30,8 @@ from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.sizes import depends_on_data
 from fp8pass.passes.common.checkpoint_regions import Part, in_its_modes, parts
 from fp8pass.passes.common.transforms import Transform, held_by
-from fp8pass.passes.common.write_calls import CallWriter
+from fp8pass.passes.common.write_calls import CallWriter, rewrite
+from fp8pass.passes.dynamo.inline_composites import inlined
 
 LIMITS = {
     "declined": {
@@ -70,7 +70,7 @@ def _write(part: Part) -> int:
     graph = part.module.graph
     # a generator, so that each call is rewritten under its own autocast mode: `CallWriter` computes example values
     calls = (n for n in in_its_modes(graph) if n not in part.inside and name_of(n) in _WRITERS)
-    return sum(_rewrite(graph, node) for node in calls)
+    return sum(rewrite(graph, node, _WRITERS[name_of(node)]) for node in calls)
 
 
 def refusal(node: fx.Node, inside: Sequence[Transform] = ()) -> Reject | None:
@@ -139,22 +139,6 @@ def name_of(node: fx.Node) -> str:
         return name if namespace == "aten" else ""
     is_torchs = str(getattr(target, "__module__", "")).partition(".")[0] in ("torch", "_operator")
     return str(getattr(target, "__name__", "")) if is_torchs else ""
-
-
-def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
-    with graph.inserting_before(node):
-        write = CallWriter(graph, node)
-        result = _WRITERS[name_of(node)](write, *node.args, **node.kwargs)
-        if result is None:
-            return False
-        if not isinstance(result, tuple):
-            node.replace_all_uses_with(write.as_was(result, node.meta["example_value"]))
-        for user in list(node.users):  # getitem
-            assert isinstance(user.args[1], int)
-            user.replace_all_uses_with(write.as_was(result[user.args[1]], user.meta["example_value"]))
-            graph.erase_node(user)
-    graph.erase_node(node)
-    return True
 
 
 def _shape(node: fx.Node) -> list[Any]:
@@ -251,67 +235,6 @@ def _bilinear(
         y = write(torch.mul, write(torch.einsum, "...j,nij->...ni", input2, weight), write(torch.unsqueeze, input1, -2))
     y = write(torch.sum, y, -1)
     return y if bias is None else write(torch.add, y, bias)
-
-
-def _lstm_cell(
-    write: CallWriter,
-    input: fx.Node,  # noqa: A002
-    hx: Sequence[fx.Node],
-    w_ih: fx.Node,
-    w_hh: fx.Node,
-    b_ih: fx.Node | None = None,
-    b_hh: fx.Node | None = None,
-) -> tuple[fx.Node, fx.Node]:
-    gates = write(torch.add, write(F.linear, input, w_ih, b_ih), write(F.linear, hx[0], w_hh, b_hh))
-    # the order of the gates in torch's weights: input, forget, cell, output
-    i, f, g, o = _parts(write, gates, 4)
-    kept = write(torch.mul, write(torch.sigmoid, f), hx[1])
-    new = write(torch.mul, write(torch.sigmoid, i), write(torch.tanh, g))
-    c = write(torch.add, kept, new)
-    return write(torch.mul, write(torch.sigmoid, o), write(torch.tanh, c)), c
-
-
-def _gru_cell(
-    write: CallWriter,
-    input: fx.Node,  # noqa: A002
-    hx: fx.Node,
-    w_ih: fx.Node,
-    w_hh: fx.Node,
-    b_ih: fx.Node | None = None,
-    b_hh: fx.Node | None = None,
-) -> fx.Node:
-    of_x, of_h = write(F.linear, input, w_ih, b_ih), write(F.linear, hx, w_hh, b_hh)
-    # the order of the gates in torch's weights: reset, update, new
-    (r_x, z_x, n_x), (r_h, z_h, n_h) = (_parts(write, y, 3) for y in (of_x, of_h))
-    r, z = (write(torch.sigmoid, write(torch.add, x, h)) for x, h in ((r_x, r_h), (z_x, z_h)))
-    n = write(torch.tanh, write(torch.add, n_x, write(torch.mul, r, n_h)))
-    # (1 - z) * n + z * hx, in the form that torch computes
-    return write(torch.add, write(torch.mul, write(torch.sub, hx, n), z), n)
-
-
-def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., fx.Node]:
-    def writer(
-        write: CallWriter,
-        input: fx.Node,  # noqa: A002
-        hx: fx.Node,
-        w_ih: fx.Node,
-        w_hh: fx.Node,
-        b_ih: fx.Node | None = None,
-        b_hh: fx.Node | None = None,
-    ) -> fx.Node:
-        return write(activation, write(torch.add, write(F.linear, input, w_ih, b_ih), write(F.linear, hx, w_hh, b_hh)))
-
-    return writer
-
-
-def _parts(write: CallWriter, y: fx.Node, count: int) -> list[fx.Node]:
-    """Cut the last dimension into equal parts."""
-    size = _shape(y)[-1]
-    if not isinstance(size, int):
-        apart = write(torch.unflatten, y, -1, (count, -1))
-        return [write(torch.select, apart, -2, i) for i in range(count)]
-    size //= count
-    return [write(torch.narrow, y, -1, i * size, size) for i in range(count)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,15 +341,11 @@ CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _WRITERS: dict[str, Callable[..., Any]] = {
     **{name: _in_place(function) for name, function in _OUT_OF_PLACE.items()},
-    "multi_dot": _multi_dot,
-    "linalg_multi_dot": _multi_dot,
+    # not by torch's decompositions, whose order of products differs among builds of torch: slots are named in order
+    **dict.fromkeys(("multi_dot", "linalg_multi_dot"), _multi_dot),
     "chain_matmul": _chain_matmul,
-    "matrix_power": _matrix_power,
-    "linalg_matrix_power": _matrix_power,
+    **dict.fromkeys(("matrix_power", "linalg_matrix_power"), _matrix_power),
     "bilinear": _bilinear,
-    "lstm_cell": _lstm_cell,
-    "gru_cell": _gru_cell,
-    "rnn_tanh_cell": _rnn_cell(torch.tanh),
-    "rnn_relu_cell": _rnn_cell(torch.relu),
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), inlined),
     "einsum": _einsum,
 }

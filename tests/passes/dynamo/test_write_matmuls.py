@@ -141,6 +141,16 @@ def test_they_run_in_fp8(forms: list[str]) -> None:
     assert min(sqnr(e, a) for e, a in pairs) > 100
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_one_graph_serves_all_batch_sizes(kind: Callable[..., nn.Module]) -> None:
+    with verdicts() as report:
+        run = compiled(kind(32, 32), recipe="dynamic", dynamic=True, strict=True)
+        for rows in (16, 48, 64):
+            total(run(torch.randn(rows, 32))).backward()
+    assert sum(g.kind == "output" for g in report.rewritten) == 2
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
