@@ -20,6 +20,7 @@ from fp8pass.compiler.faults import left_out
 from fp8pass.compiler.first_step import FirstStep, checked, tell
 from fp8pass.compiler.graph_compiler import GraphCompiler
 from fp8pass.compiler.retry import take_note_of_graph, watch_compilations
+from fp8pass.dump.writer import name_of
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.machine import gpu_of, on_machine
@@ -107,15 +108,14 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         from fp8pass.compiler.update_compiler import update_graph
 
         return update_graph(module, config, refs)
-    _freeze(module, example_inputs, config)  # may not return: it lets Dynamo trace the code again
+    if config.frozen == "fp8" and config.recipe is not None:
+        _freeze(module, example_inputs, config)  # may not return: it lets Dynamo trace the code again
     is_reference = trial is not None and trial.way == "reference"
     return _compiled_graph(module, example_inputs, config, is_reference)
 
 
 def _freeze(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
-    """Replace weights by FP8 ones as the option `frozen` says; then let Dynamo trace the code with these."""
-    if config.frozen != "fp8" or config.recipe is None:
-        return
+    """Replace frozen weights by FP8 ones; then let Dynamo trace the code with these."""
     from fp8pass.frozen.replace import freeze_parameters
     from fp8pass.passes.dynamo.frozen_parameters import frozen_parameters
 
@@ -132,7 +132,7 @@ def _compiled_graph(
 ) -> CompiledGraph:
     """Return the callable for a graph, compiled for the current `autocast`, unless its steps differ."""
     is_fake = first_call_is_fake()
-    compiler = GraphCompiler(module, example_inputs, is_reference)
+    compiler = GraphCompiler(module, example_inputs, name_of(module), is_reference)
     device = gpu_of(example_inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
     names = Names(placeholders).owned

@@ -16,7 +16,7 @@ from fp8pass.compiler.compiled_graph import Compilation, Run
 from fp8pass.compiler.dynamo_passes import annotated
 from fp8pass.compiler.faults import Later, fall_back
 from fp8pass.compiler.lower import lower
-from fp8pass.dump.writer import Dump, name_of
+from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Annotation, graphs_of
 from fp8pass.graph.attempt import Attempt
 from fp8pass.options.config import Config
@@ -27,12 +27,12 @@ from fp8pass.weights.weight_uses import Notes
 class GraphCompiler:
     """Compiles one graph of Dynamo's, with one configuration after another, in the modes of this moment.
 
-    is_reference: True to run the annotated graph eagerly.
+    name: that of its dumps. is_reference: True to run the annotated graph eagerly.
     """
 
-    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], is_reference: bool) -> None:
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], name: str, is_reference: bool) -> None:
         self._module = module
-        self._name = name_of(module)
+        self._name = name
         self._example_inputs = example_inputs
         self._is_reference = is_reference
         self._context = context_for_later()

@@ -264,13 +264,14 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     Copies the attributes that AOTAutograd reads: `_dynamo_source` of placeholders, `_param_name_to_source` and `meta`.
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    # `graph_copy` copies all nodes but the output, and returns what that returned
+    # Inputs first: passes add inputs after the last one, and nothing may read them earlier. Dynamo of torch 2.11 puts
+    # the parameters that a hook reads where the hook is called.
+    copies = {node: graph.node_copy(node) for node in module.graph.find_nodes(op="placeholder")}
+    # `graph_copy` copies all other nodes but the output, and returns what that returned
     graph.output(graph.graph_copy(module.graph, copies))
     for old, new in copies.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
-    _put_inputs_first(graph)
     copy = fx.GraphModule(module, graph)  # with the attributes of `module` that the nodes name, not copies of them
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule) and hasattr(copy, name):
@@ -279,15 +280,3 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     if hasattr(module, "_param_name_to_source"):
         copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[arg-type, assignment]
     return copy
-
-
-def _put_inputs_first(graph: fx.Graph) -> None:
-    """Move all inputs to the graph's front: passes add inputs after the last one, and nothing may read them earlier.
-
-    Dynamo of torch 2.11 puts the parameters that a hook reads where the hook is called.
-    """
-    inputs = graph.find_nodes(op="placeholder")
-    if inputs:
-        next(iter(graph.nodes)).prepend(inputs[0])
-    for node, following in itertools.pairwise(inputs):
-        node.append(following)

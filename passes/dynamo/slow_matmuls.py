@@ -9,7 +9,6 @@ from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass.base.errors import warn_once
-from fp8pass.graph.annotation import graphs_of
 from fp8pass.passes.common.matmul_calls import signature_of
 from fp8pass.passes.common.patterns import dtype_name
 
@@ -35,7 +34,7 @@ def warn_of_slow_matmuls(module: fx.GraphModule) -> None:
 
 def _dtypes_multiplied(module: fx.GraphModule) -> Iterator[torch.dtype]:
     """Yield the dtype of each matmul on the CPU in the graph and its regions."""
-    graphs = (part.graph for part in graphs_of(module))
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     for node in (n for graph in graphs for n in graph.nodes if signature_of(n)):
         product = node.meta.get("example_value")
         if isinstance(product, Tensor) and product.device.type == "cpu":
