@@ -56,7 +56,7 @@ PARTS = {
         "epilogue",
         "operand_layout",
         "operands",
-        "rewriter",
+        "collective_rewriter",
         "row_scales",
     },
     "kernels": {
