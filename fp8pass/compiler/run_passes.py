@@ -38,12 +38,12 @@ def run_all(
     for p in passes:
         if trial is not None and not trial.runs(p.name, part):
             continue
-        run = functools.partial(p.run, context=context)
         with dump.step(part, p.name, module, examples) as step, faults_of(p.name):
             if p.name in REQUIRED:
-                step.applied = run(module.graph)
+                step.applied = p.run(module.graph, context)
             else:
-                step.applied = GraphTransformObserver(module, p.name).apply_graph_pass(run) or 0
+                observer = GraphTransformObserver(module, p.name)
+                step.applied = observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0  # noqa: B023
             if step.applied:
                 check(p.name)
             if step.applied and trial is not None:
