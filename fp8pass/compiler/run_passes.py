@@ -43,7 +43,7 @@ def run_all(
                 step.applied = p.run(module.graph, context)
             else:
                 observer = GraphTransformObserver(module, p.name)
-                step.applied = observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0
+                step.applied = observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0  # noqa: B023
             if step.applied:
                 check(p.name)
             if step.applied and trial is not None:
