@@ -51,7 +51,7 @@ def expect_outside(report: Report, names: dict[str, int], reason: str) -> None:
     for g in found:
         assert reason in g.reason, g.reason
         assert g.status == "declined" and g.flops == 2 * 16 * 32 * 32 and g.dtypes == ("f32", "f32", "f32")
-        assert g.source.startswith("test_outside.py:")
+        assert g.source.startswith("test_not_compiled.py:")
     assert f"{len(found)} outside" in report.summary()
     share = report.fp8_flops / report.flops
     assert share < 1 and f"{share:.0%} of matmul FLOPs" in report.summary()
@@ -76,7 +76,7 @@ class Items(nn.Module):
 
 def test_item_within_try() -> None:
     report = fp8pass.explain(Items(), x())
-    expect_outside(report, {"a": 1, "b": 1}, "Dynamo can't compile forward (test_outside.py:")
+    expect_outside(report, {"a": 1, "b": 1}, "Dynamo can't compile forward (test_not_compiled.py:")
     assert "Tensor.item()" in outside(report)[0].reason
     assert report.graphs == 0 and "Dynamo compiled nothing: all matmuls ran op by op" in str(report)
     again = fp8pass.explain(Items(), x())  # Dynamo knows by now that it can't compile the frame
@@ -116,7 +116,7 @@ def test_a_graph_break_in_a_checkpointed_region(reentrant: bool) -> None:
             return y
 
     report = fp8pass.explain(Checkpointed(), x())
-    expect_outside(report, {"a": 1, "b": 1}, "in the checkpointed region at test_outside.py:")
+    expect_outside(report, {"a": 1, "b": 1}, "in the checkpointed region at test_not_compiled.py:")
     assert len(report.rewritten) == 3
 
 
@@ -251,7 +251,7 @@ def test_a_module_under_compiler_disable(tmp_path: Path) -> None:
 
 def test_strict_and_what_is_left_out() -> None:
     with pytest.raises(
-        fp8pass.Fp8Error, match=r"strict: output of inner\.a at test_outside\.py:\d+, .*compiler\.disable"
+        fp8pass.Fp8Error, match=r"strict: output of inner\.a at test_not_compiled\.py:\d+, .*compiler\.disable"
     ) as failed:
         fp8pass.explain(Around(), x(), config=fp8pass.Config(strict=True))
     assert failed.value.report is not None and len(outside(failed.value.report)) == 3
@@ -303,7 +303,7 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], gates: int) -> None:
     forward = 2 * 4 * 8 * (16 + 32) * gates * 32
     assert sum(g.flops for g in report.gemms if "ih" in g.name) == 2 * 2 * 4 * 8 * 16 * gates * 32
     assert sum(g.flops for g in report.declined if g.name != "head" and g.kind == "output") == forward
-    why = "the graph breaks at test_outside.py:" if GOES_ON else "RNN, GRU, or LSTM"
+    why = "the graph breaks at test_not_compiled.py:" if GOES_ON else "RNN, GRU, or LSTM"
     assert all(why in g.reason for g in report.declined)
     if of_kernels:
         torch._dynamo.reset()
@@ -311,7 +311,7 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], gates: int) -> None:
             report = fp8pass.explain(Recurrent(kind), torch.randn(4, 8, 16))
         assert report.rules() == {"recurrent": 5} and len(report.rewritten) == 3
         assert {(g.name, g.kind): (g.batches, g.M, g.K, g.N) for g in report.declined}.items() <= found.items()
-        assert all(g.source.startswith("test_outside.py:") for g in report.declined)
+        assert all(g.source.startswith("test_not_compiled.py:") for g in report.declined)
 
 
 @torch.library.custom_op("fp8pass_tests::experts", mutates_args=())
@@ -347,7 +347,7 @@ def test_a_custom_op_that_multiplies() -> None:
     assert Counter((g.name, g.kind, g.rule) for g in found) == {("weights", kind, "custom op"): 2 for kind in KINDS}
     assert {g.flops for g in found} == {2 * 8 * 32 * 48}
     assert "within the custom op fp8pass_tests::experts" in found[0].reason
-    assert found[0].source.startswith("test_outside.py:")
+    assert found[0].source.startswith("test_not_compiled.py:")
 
 
 @pytest.mark.variant
@@ -457,7 +457,7 @@ def stepped(model: nn.Module, **config: Any) -> Any:
 def test_a_step_warns_once_of_what_ran_outside() -> None:
     step, inputs = stepped(Around()), x(False)
     with pytest.warns(
-        UserWarning, match=r"fp8pass: 2 matmuls of .*step \(test_outside\.py:\d+\) ran in high precision"
+        UserWarning, match=r"fp8pass: 2 matmuls of .*step \(test_not_compiled\.py:\d+\) ran in high precision"
     ):
         step(inputs)
     with warnings.catch_warnings():

@@ -48,11 +48,11 @@ def test_the_table(small: Report) -> None:
         """\
 matmul  gemm         M x K x N     dtypes              scaling  status        source
 ------------------------------------------------------------------------------------------------
-up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:32
-head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:33
-head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:33
-head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:33
-up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:32
+up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:33
+head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:34
+head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:34
+head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:34
+up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:33
 
 [1] N=1: no matrix product, each operand element is used once
 
