@@ -20,7 +20,7 @@ from fp8pass.recipes import Recipe
 
 @dataclass
 class Context:
-    """What the passes over one graph share, whichever graph it is."""
+    """Hold what the passes over one graph share, whichever graph it is."""
 
     config: Config
     notes: list[str] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Context:
 
 @dataclass
 class DynamoContext(Context):
-    """What the passes over Dynamo's graph share.
+    """Hold what the passes over Dynamo's graph share.
 
     annotation: the annotated graph, which the passes change in place. declined: the reason why all matmuls are
     declined, if fp8pass has failed on the graph before; otherwise "". merged: recipes of calls that were merged.
@@ -58,7 +58,7 @@ class DynamoContext(Context):
 
 @dataclass
 class JointContext(Context):
-    """What the passes over forward and backward in one graph share.
+    """Hold what the passes over forward and backward in one graph share.
 
     choices: the annotate pass's choice for each matmul call. declined: as in `DynamoContext`. is_update: True if the
     graph updates parameters.
@@ -73,7 +73,7 @@ class JointContext(Context):
 
 @dataclass
 class KernelsContext(Context):
-    """What the passes over forward, backward and update as separate graphs share."""
+    """Hold what the passes over forward, backward and update as separate graphs share."""
 
     fused: dict[str, str] = field(default_factory=dict)
     """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""

@@ -1,1 +1,1 @@
-"""Passes over Dynamo's graph: they write products as matmuls, find equal layers, and annotate."""
+"""Rewrite Dynamo's graph: write products as matmuls, find equal layers, and annotate."""

@@ -1,1 +1,1 @@
-"""Passes over forward and backward in one graph: they rewrite matmuls, and choose what is saved."""
+"""Rewrite forward and backward in one graph: compute matmuls in FP8, and choose what is saved."""

@@ -1,1 +1,1 @@
-"""Passes on the graphs of forward, backward and update, and the kernels that they write: fewer, with fewer bytes."""
+"""Rewrite the graphs of forward, backward and update, and write their kernels: fewer, with fewer bytes."""
