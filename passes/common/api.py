@@ -10,6 +10,7 @@ from fp8pass.base.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import DynamoContext, JointContext, KernelsContext
 from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import (
@@ -34,6 +35,8 @@ from fp8pass.passes.common.patterns import (
     dtype_name,
     dtype_of,
     first,
+    has_one_element,
+    is_wide_cast,
     prims,
     reach,
     readers,
