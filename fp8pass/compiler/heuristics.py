@@ -1,7 +1,7 @@
 """Replacements for Inductor's heuristics that do not know FP8: how kernels are cut into programs and tiles.
 
 Inductor asks its `InductorChoices` about the current node. The answers for nodes that our passes made, and for kernels
-that hold them, are here; for all others Inductor's heuristics decide.
+that hold them, are here; for all others Inductor's heuristics decide, or those that the user has set.
 """
 
 from __future__ import annotations
@@ -76,12 +76,23 @@ _ELEMENTS_OF_A_ROW = 32, 16
 
 
 class Fp8InductorChoices(InductorChoices):
-    """Our `InductorChoices`, installed while a graph is lowered: see `with_choices`."""
+    """Our `InductorChoices`, installed while a graph is lowered: see `with_choices`.
+
+    others: the object that was installed before, which decides wherever we do not. The user may have set it, or
+    registered some (torch 2.15), of which torch itself would prefer each to ours.
+    """
+
+    def __init__(self, others: InductorChoices) -> None:
+        self._others = others
+        for name in dir(others):
+            if not name.startswith("__") and name not in vars(Fp8InductorChoices):
+                setattr(self, name, getattr(others, name))  # hides the method of the base class
 
     def triton_kernel_kwargs(
         self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return Inductor's arguments, with our tiles for kernels that store FP8 in both orientations."""
+        kernel_kwargs = self._others.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
         with faults_of("choices"):
             # the kernel may have fused several nodes: the mark of any of them counts
             tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
@@ -95,8 +106,9 @@ class Fp8InductorChoices(InductorChoices):
                 return {**kernel_kwargs, "fixed_config": config, "override_persistent_reduction": True}
             return kernel_kwargs
 
-    @staticmethod
-    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+    def should_use_persistent_reduction(  # type: ignore[override]  # there, it is a static method
+        self, features: Any, cooperative_reduction: bool
+    ) -> bool:
         """Return whether a program holds all that it reduces in registers: yes for the last stage of amaxes.
 
         A loop would give all kernels that share a launch with it blocks of one element. Inductor decides about others.
@@ -104,7 +116,7 @@ class Fp8InductorChoices(InductorChoices):
         with faults_of("choices"):
             if inductor_config.triton.persistent_reductions and not cooperative_reduction and _is_last_stage(features):
                 return True
-        return bool(InductorChoices.should_use_persistent_reduction(features, cooperative_reduction))
+        return bool(self._others.should_use_persistent_reduction(features, cooperative_reduction))
 
     # a static method or not, depending on the version of torch
     def reduction_split_factor(  # type: ignore[override]
@@ -113,7 +125,7 @@ class Fp8InductorChoices(InductorChoices):
         """Return 1, for one launch without a second stage, for marked reductions of at most MAX_PARTIALS elements."""
         if _is_one_stage(Virtualized.graph.current_node, reduction_numel_hint):
             return 1
-        return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
+        return self._others.reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
 
     def can_fuse(  # type: ignore[override]
         self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
@@ -128,7 +140,7 @@ class Fp8InductorChoices(InductorChoices):
         """
         if _stay_apart(scheduler, node1, node2):
             return False
-        return super().can_fuse(scheduler, node1, node2, shared_data_score)
+        return bool(self._others.can_fuse(scheduler, node1, node2, shared_data_score))
 
 
 def _tiles(features: Any, along: str) -> FixedTritonConfig:
@@ -253,7 +265,9 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
     token = _comparing.set(chooses)
     try:
         with (
-            Virtualized.set_choices_handler(Fp8InductorChoices()) if chooses else contextlib.nullcontext(),
+            Virtualized.set_choices_handler(Fp8InductorChoices(Virtualized.choices))
+            if chooses
+            else contextlib.nullcontext(),
             combining() if combines else contextlib.nullcontext(),
         ):
             yield

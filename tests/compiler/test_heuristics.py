@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -73,6 +76,45 @@ def test_the_context_ends_with_an_exception() -> None:
     assert type(Virtualized.choices) is before is not Fp8InductorChoices
 
 
+def test_choices_of_the_user_decide_where_ours_do_not() -> None:
+    """Both what we override, and ask again, and what we do not override; on torch 2.15, registered ones too."""
+    asked: list[str] = []
+
+    class Users(InductorChoices):
+        def can_fuse(self, *args: Any) -> bool:  # type: ignore[override]  # there, it is a static method
+            asked.append("can_fuse")
+            return True
+
+        def can_fuse_vertical(self, *args: Any) -> bool:  # type: ignore[override]
+            asked.append("can_fuse_vertical")
+            return False
+
+        def uuid(self) -> str:
+            return "users"
+
+    def function(x: Tensor) -> Tensor:
+        return x.sum(1, keepdim=True) + x
+
+    def run_with(users: AbstractContextManager[Any]) -> set[str]:
+        asked.clear()
+        torch._dynamo.reset()
+        x = torch.randn(8, 8)
+        with users:
+            torch.testing.assert_close(compiled(function, recipe=None, lowering="inductor")(x), function(x))
+        return {*asked}
+
+    both = {"can_fuse", "can_fuse_vertical"}
+    assert run_with(Virtualized.set_choices_handler(Users())) == both
+    assert run_with(contextlib.nullcontext()) == set()
+    module = inspect.getmodule(InductorChoices)
+    if hasattr(module, "register_inductor_choices"):
+        module.register_inductor_choices("users", Users)
+        try:
+            assert run_with(contextlib.nullcontext()) == both
+        finally:
+            module.unregister_inductor_choices("users")
+
+
 class _Graph:
     """Stands in for the graph that Inductor lowers; it has the current node only."""
 
@@ -88,7 +130,7 @@ def test_reductions_of_ours_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> No
 
     def split(size: int, **meta: Any) -> Any:
         with Virtualized.set_graph_handler(_Graph(**meta)):
-            return Fp8InductorChoices().reduction_split_factor(torch.device("cpu"), size, 1, True)
+            return Fp8InductorChoices(InductorChoices()).reduction_split_factor(torch.device("cpu"), size, 1, True)
 
     assert split(64) is split(MAX_PARTIALS) is theirs
     assert split(64, **{MADE_BY: "canonicalize"}) is theirs
