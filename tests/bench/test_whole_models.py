@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def test_a_tiny_model_is_trained_in_each_way(tmp_path: Path) -> None:
     options = ("--toy", "--device", "cpu", "--models", "gpt2_50257", "--who", "delayed", "t_delayed")
     limit = ("--seconds-to-compile", "900", "--out", str(out))
     command = [sys.executable, whole_models.__file__, *options, *limit]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "FP8PASS_LOWERING": "eager"}  # a figure needs no kernel of ours
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows: list[Row] = [json.loads(text) for text in out.read_text().splitlines()]
     assert [(row["work"], row["who"]) for row in rows] == [

@@ -91,6 +91,7 @@ def there(
     found = properties_of(label or LABELS.get(of.name, of.name), of, **changed)
     gpu = Pretended(of)
     values: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: available,
         "device_count": lambda: count,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
@@ -98,8 +99,6 @@ def there(
         "get_device_capability": lambda *_: (found.major, found.minor),
         "get_device_name": lambda *_: found.name,
     }
-    if available:
-        values["is_available"] = lambda: True
     forget()
     with contextlib.ExitStack() as stack:
         for name, value in values.items():

@@ -162,5 +162,5 @@ def _calls(code: str, op: str) -> list[dict[str, Any]]:
 
 def _asserted(name: str, code: str) -> list[int] | None:
     """Return the strides that the code asserts of a tensor, which an op has made; None without an assertion."""
-    said = re.search(rf"assert_size_stride\({name}, \([^)]*\), \(([^)]*)\)", code)
+    said = re.search(rf"assert_(?:size_stride|tensor_metadata)\({name}, \([^)]*\), \(([^)]*)\)", code)
     return [int(stride) for stride in said[1].split(",") if stride.strip()] if said else None
