@@ -93,6 +93,8 @@ class Fp8InductorChoices(InductorChoices):
     ) -> dict[str, Any]:
         """Return Inductor's arguments, with our tiles for kernels that store FP8 in both orientations."""
         kernel_kwargs = self._others.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+        if kernel_kwargs.get("mix_order_reduction"):
+            return kernel_kwargs  # one program reduces several rows, by a loop that has no size in our tiles
         with faults_of("choices"):
             # the kernel may have fused several nodes: the mark of any of them counts
             tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
