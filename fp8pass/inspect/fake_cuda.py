@@ -472,11 +472,17 @@ def resources(report: str) -> tuple[int, int]:
 
 
 def run_tool(name: str, option: str, file: Path) -> str:
-    """Return what one of NVIDIA's tools, which come with Triton, prints about a cubin."""
+    """Return what one of NVIDIA's tools, which come with Triton, prints about a cubin. Raises Fp8Error if it fails."""
     import triton
 
     tool = Path(triton.__path__[0]) / "backends/nvidia/bin" / name
-    return subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Fp8Error(
+            f"{name} of Triton {triton.__version__} says: {done.stderr.strip()}. A newer Triton may know this GPU; "
+            "without ptx, kernels are predicted by the bytes that they move"
+        )
+    return done.stdout
 
 
 _KERNEL = re.compile(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)

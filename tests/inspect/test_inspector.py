@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -295,7 +296,13 @@ def test_a_machine_that_no_table_knows(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     mine = Target("mine", (12, 1), 1e14, 2e14, 3e11, multiprocessors=20)
     file.write_text(to_json(mine))
-    found = inspect("tests.helpers.inspected:linear", machine=file, recipe="dynamic", ptx=True, options=ANY_SIZE)
+    its_kernels = functools.partial(inspect, "tests.helpers.inspected:linear", machine=file, recipe="dynamic", ptx=True)
+    if torch.__version__.startswith("2.11."):
+        unknown = r"nvdisasm of Triton 3\.6\S* says: .*'SM121a'\. A newer Triton may know this GPU; without ptx"
+        with pytest.raises(Fp8Error, match=unknown):
+            its_kernels(options=ANY_SIZE)
+        return
+    found = its_kernels(options=ANY_SIZE)
     assert found.target == "mine" and len(found.runs) == 2
     kernels = [k for run in found.runs for k in run.of("triton")]
     assert kernels and all(k.compiled is not None and k.compiled.shared <= 99 << 10 for k in kernels)
