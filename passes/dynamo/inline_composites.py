@@ -72,12 +72,12 @@ def inlined(write: CallWriter, *_: Any, **__: Any) -> Any:
         traced = make_fx(call, _DECOMPOSITIONS, pre_dispatch=True)(*values).graph
     if traced.find_nodes(op="get_attr"):  # a traced constant, which this graph does not hold
         return None
-    twin: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    added: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
     for inner in traced.nodes:
         if inner.op == "call_function":
-            args, kwargs = fx.map_arg((inner.args, inner.kwargs), twin.__getitem__)
-            twin[inner] = write(_out_of_place(inner.target) if is_op else inner.target, *args, **kwargs)
-    return fx.map_arg(traced.output_node().args[0], twin.__getitem__)
+            args, kwargs = fx.map_arg((inner.args, inner.kwargs), added.__getitem__)
+            added[inner] = write(_out_of_place(inner.target) if is_op else inner.target, *args, **kwargs)
+    return fx.map_arg(traced.output_node().args[0], added.__getitem__)
 
 
 def _out_of_place(op: Any) -> Any:
