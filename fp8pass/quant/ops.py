@@ -621,7 +621,8 @@ def qdq_as(x: Tensor, like: Tensor, quantizer: Delayed | Dynamic, *state: Tensor
 
     Records nothing. Everything becomes NaN if `like` holds an infinity or NaN, as `like` itself does.
     """
-    return _QDQAs.apply(x, like, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
+    # detached: torch 2.15 would run the backward of another library's op before `like`, on a gradient of zeros
+    return _QDQAs.apply(x, like.detach(), quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def differentiated_as(y: Tensor, other: Tensor) -> Tensor:
