@@ -72,6 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "shares_code: uses code again that Dynamo has compiled for earlier tests of this file"
     )
+    config.addinivalue_line(
+        "markers", "gate: takes long, mostly to start processes; runs in .ci/run, which sets CI, and with --variants"
+    )
     config.addinivalue_line("markers", "variant: runs with --variants only; a similar test runs without it")
     config.addinivalue_line("markers", "xdist_group(name): one worker runs all tests with this name")
     os.environ["FP8PASS_ON_FAULT"] = "raise"  # the environment also reaches the processes that tests start
@@ -112,7 +115,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
     items.sort(key=lambda item: (ORDER.index(tier_of(item)), not group_of(item.path)))
-    left_out = [i for i in items if i.get_closest_marker("variant") and not config.getoption("variants")]
+    waiting = {"variant"} if "CI" in os.environ else {"variant", "gate"}
+    if config.getoption("variants"):
+        waiting.clear()
+    left_out = [item for item in items if waiting & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

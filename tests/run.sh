@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up .venv for the tests, and run them: all tests by default, those of passes with `fast`, all tests and their
-# variants with `all`. Further arguments go to pytest.
+# Set up .venv for the tests, and run them: all tests by default, but for those marked `gate` if CI is not set; those of
+# passes with `fast`; all tests and their variants with `all`. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . .ci/environment.sh dev

@@ -22,6 +22,7 @@ STEP = comms.Step(MODELS["8B"], Layout(data=64))
 CLUSTER = comms.Cluster()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("worlds", [2, pytest.param(len(comms.WORLDS), marks=pytest.mark.variant)])
 def test_formulas_have_what_runs(worlds: int) -> None:
     """The check runs in its own process: groups and slots of other tests would take part in it."""

@@ -67,6 +67,7 @@ def hold(row: dict[str, Any]) -> None:
         assert (row["who"] == "delayed") == ("kernels_bf16" in row)
 
 
+@pytest.mark.gate
 def test_dry_run(tmp_path: Path) -> None:
     rows = dry_run(tmp_path / "out.jsonl", "linear--delayed", "gemm--tensorwise", "hf_8b_4l--bf16")
     one, two, *gemms, step = rows
@@ -127,6 +128,7 @@ READY = (
 )
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("source", "results"),
     [

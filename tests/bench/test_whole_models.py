@@ -25,6 +25,7 @@ def finished(who: str, base: Row | None = None, **figures: Any) -> Row:
     return whole_models.finished({**MEASURED, "who": who, **figures}, ENVIRONMENT, base)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("who", ["delayed", pytest.param("t_delayed", marks=pytest.mark.variant)])
 def test_a_tiny_model_is_trained(who: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"

@@ -71,6 +71,7 @@ def started(folder: Path, *programs: tuple[Path, list[str]]) -> list[list[list[A
     return [json.loads(each.stdout.splitlines()[-1]) for each in done]
 
 
+@pytest.mark.gate
 def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
     """There is one graph of AOTAutograd's, and Inductor's of forward and backward. Another copy of fp8pass misses."""
     hits, misses = {"autograd_hit": 1, "fxgraph_hit": 2}, {"autograd_miss": 1, "fxgraph_miss": 2}

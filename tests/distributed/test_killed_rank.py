@@ -33,6 +33,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob("step*/.metadata"))
 
 
+@pytest.mark.gate
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_other_rank_ends_and_the_last_checkpoint_goes_on(tmp_path: Path) -> None:
     result = torchrun.run(2, "-m", "tests.distributed.test_killed_rank", str(tmp_path), timeout=300)

@@ -241,6 +241,7 @@ def test_errors_of_torch_are_one_line() -> None:
     assert work.line(Fp8Error("said already\nmore")) == "said already"
 
 
+@pytest.mark.gate
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command as users do, in a new process.
 
@@ -291,6 +292,7 @@ def test_every_capability_has_properties(capability: tuple[int, int]) -> None:
     assert (own.multi_processor_count, own.shared_memory_per_block_optin) == (16, 63 << 10)
 
 
+@pytest.mark.gate
 def test_a_machine_that_no_table_knows(tmp_path: Path) -> None:
     """Triton compiles for the architecture of the machine's file, with the shared memory that it names."""
     file = tmp_path / "mine.json"

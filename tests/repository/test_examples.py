@@ -64,6 +64,7 @@ def ended(*names: str) -> dict[str, forked.Ended]:
     return dict(zip(names, done, strict=True))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     "names",
     [EVERY_DAY, *(pytest.param(list(names), marks=pytest.mark.variant) for names in (NOISY, WITH_FRAMEWORKS))],

@@ -112,6 +112,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted: tuple[Run, dict[s
     assert_same(again.saved(), wanted)
 
 
+@pytest.mark.gate
 @pytest.mark.shares_code
 def test_a_run_that_was_killed(tmp_path: Path, uninterrupted: tuple[Run, dict[str, Any], Path]) -> None:
     """SIGKILL ends a process somewhere between two checkpoints; a new run goes on from the last one."""

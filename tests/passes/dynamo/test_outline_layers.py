@@ -512,6 +512,7 @@ if not saved.exists():
 """
 
 
+@pytest.mark.gate
 @pytest.mark.inductor
 def test_a_second_machine_starts_with_saved_caches(tmp_path: Path) -> None:
     """`torch.compiler.save_cache_artifacts`, loaded where the folder of caches is empty."""
