@@ -340,13 +340,10 @@ def test_rows_are_values() -> None:
 
 
 def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
-    """The compiler asks for no kernel per number: M is an argument of the one that it generates.
-
-    That such a kernel compiles without spills is tested in `test_fused_kernels.py`.
-    """
+    """The compiler asks for no kernel per number: M is an argument of the one that it generates."""
     options = {**ANY_SIZE, "epilogues": "always"}
     (found,) = inspect_there(
-        "tests.helpers.inspected:any_number_of_tokens", run="fp8pass delayed", options=options
+        "tests.helpers.inspected:any_number_of_tokens", run="fp8pass delayed", ptx=True, options=options
     ).runs
     fused = [k for k in found.kernels if k.name.startswith("scaled_mm_fused")]
     rows = fused[0].what[1:].partition(",")[0]
@@ -364,6 +361,7 @@ def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
             assert float(seconds) == pytest.approx(k.seconds)
             assert 0 <= k.bytes_moved - int(moved) <= 2 * 256 + 16  # a bias and scales
     assert any(f"{rows} is args[0].shape[0], from 2 on; 512 in the call" in note for note in found.notes)
+    assert all(k.compiled is not None and not k.compiled.spilled for k in fused)
 
 
 def test_a_saturated_tensor_is_quantized_again_by_one_more_kernel() -> None:
