@@ -26,7 +26,7 @@ def finished(who: str, base: Row | None = None, **figures: Any) -> Row:
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("who", ["delayed", pytest.param("t_delayed", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("who", ["delayed", "t_delayed"])
 def test_a_tiny_model_is_trained(who: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     options = ("--toy", "--device", "cpu", "--models", "gpt2_50257", "--who", who)
