@@ -341,6 +341,22 @@ def with_fsdp_in_fp8() -> Any:
     return run, names, fp8pass.state(model).slots, sent
 
 
+@on_ranks(4)
+def on_two_dimensions() -> Any:
+    """Train with all parameters on one mesh of two dimensions, over which rows and the block's features are divided."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    features = {"block.up.weight": Shard(0), "block.up.bias": Shard(0), "block.down.weight": Shard(1)}
+    model = make(Model)
+    for name, p in list(model.named_parameters()):
+        layer, _, of_layer = name.rpartition(".")
+        part = distribute_tensor(p.detach(), both, [Replicate(), features.get(name, Replicate())])
+        model.get_submodule(layer).register_parameter(of_layer, nn.Parameter(part))
+    rows = Shard(0), Replicate()
+    model.block.down.register_forward_hook(lambda layer, x, y: y.redistribute(placements=rows))
+    run = compiled(model)
+    return trained(model, lambda x: run(distribute_tensor(x, both, rows)).full_tensor())
+
+
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys() and first
     for key, value in first.items():
@@ -360,6 +376,10 @@ def like_alone(runs: list[Any], recipe: str = "Delayed") -> None:
 
 def test_tensor_parallel_is_like_one_process_from_the_first_step_on() -> None:
     like_alone(tensor_parallel())
+
+
+def test_parts_over_two_dimensions_of_a_mesh_have_one_scale() -> None:
+    like_alone(on_two_dimensions())
 
 
 def test_with_dynamic_scaling_the_parts_have_one_scale() -> None:
