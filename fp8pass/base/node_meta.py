@@ -8,6 +8,10 @@ MADE_BY = "fp8pass"
 """On a node that a pass made; the value is the pass's name."""
 KIND = "fp8pass_kind"
 """On a matmul of a graph that another tracer made: which product of its layer it is, see `recipes.Kind`."""
+IN_FORWARD, IN_BACKWARD = "fp8pass_in_forward", "fp8pass_in_backward"
+"""In `node.meta["custom"]`: on a matmul of the forward, or the backward, of a `torch.autograd.Function`: the index of
+its choice, and which product of its layer it is. AOTAutograd gives nodes of the backward the notes of a node of the
+forward, too: so the backward has a key of its own."""
 IS_STATE = "fp8pass_is_state"
 """On an input that a pass has added, and on parts of it: they hold state, the user's code does not know them."""
 QUANTIZED = "fp8pass_quantized"

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.base._torch import autograd_function_apply
 from fp8pass.base.node_meta import IS_STATE, SAVED_RESULT
 from fp8pass.graph.inputs import Call, Input, examples_of
 from fp8pass.graph.prediction import Prediction
@@ -25,6 +26,8 @@ from fp8pass.states.slots import SlotTable
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 COND = torch.ops.higher_order.cond
+FUNCTION = autograd_function_apply
+"""The op that calls a `torch.autograd.Function`, with the graphs of its forward and its backward."""
 STATE_INPUTS = "fp8pass_state_inputs"
 """Key in the meta of a region's body: the number of its inputs, the last ones, that are state."""
 
@@ -144,6 +147,14 @@ def _bootstrapped(argument: Any) -> Any:
     return replace(argument, bootstrap=True) if isinstance(argument, ops.Delayed) else argument
 
 
+def _without_records(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph that records no amaxes."""
+    copy = copy_to_edit(module)
+    for node in copy.graph.nodes:
+        node.args = map_aggregate(node.args, lambda a: replace(a, record=False) if isinstance(a, ops.Delayed) else a)
+    return copy
+
+
 _QUANTIZE = (ops.qdq_operand, ops.qdq_no_grad, ops.quantize_once)
 
 
@@ -204,6 +215,8 @@ class _Eager(fx.Interpreter):
             return None
         if not self.record and target in _QUANTIZE:  # gradients are quantized in backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
+        if not self.record and target is FUNCTION:
+            args = (_without_records(args[0]), *args[1:])
         return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

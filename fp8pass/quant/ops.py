@@ -696,22 +696,24 @@ def begin_step(
     amax_backward: Tensor,
     held: Tensor,
     *of_weights: Tensor,
+    limits: Sequence[tuple[float, int]] = (),
 ) -> Tensor:
     """Begin a training forward: roll the amaxes of the last step, in place. Return the scales of this step, f32[T].
 
     The step of a slot continues where `held`. The graph uses the returned tensor, never the buffer, which may belong to
     a later step when the backward runs. of_weights: `amax_weights` and `weight_copy_scales`, if copies of weights are
-    cached: this step reads the copies, so their amaxes are recorded here.
+    cached: this step reads the copies, so their amaxes are recorded here. limits: of the slots' formats, as
+    `SlotTable.limits`; by default all are those of operands, and in the backward of gradients.
     """
     forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
     early = [amax_forward, *of_weights[:1]]
     amax = torch.cat([*early, amax_backward])
-    limits = [*(torch.full_like(part, forward) for part in early), torch.full_like(amax_backward, backward)]
+    limits = limits or [*((forward, len(part)) for part in early), (backward, len(amax_backward))]
     scales, history = scaling.roll_history(
         scale,
         amax_history,
         amax=torch.where(held, scaling.NOTHING, amax),  # -1: `roll_history` leaves a held slot as it is
-        fp8_max=torch.cat(limits),
+        fp8_max=torch.cat([torch.full_like(amax[:n], limit) for limit, n in limits]),
         next_scale=next_scale_of(recipe),
     )
     amax_history.copy_(history)

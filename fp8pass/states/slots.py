@@ -8,6 +8,7 @@ and `StateRegistry.of` picks them at each call by the identity of the tensors th
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -77,6 +78,11 @@ class SlotTable:
     def remembers(self) -> bool:
         """True if the slots have an amax history; False if they only have a scale."""
         return isinstance(self.recipe, DelayedScaling)
+
+    @functools.cached_property
+    def limits(self) -> tuple[tuple[float, int], ...]:
+        """The largest values of the slots' formats, and how many slots in a row have each."""
+        return tuple((limit, len(list(slots))) for limit, slots in itertools.groupby(self.fp8_max))
 
     def kind_of(self, slot: int) -> SlotKind:
         """Return the kind of the slot at a position."""
@@ -280,9 +286,8 @@ class InstanceState:
             begin(newest)
             *tensors, amax_weights, weight_copy_scales = newest.tensors
             # the op takes the last two only if the table has cached weights
-            ops.begin_step(
-                newest.table.delayed, *tensors, *((amax_weights, weight_copy_scales) if len(amax_weights) else ())
-            )
+            of_weights = (amax_weights, weight_copy_scales) if len(amax_weights) else ()
+            ops.begin_step(newest.table.delayed, *tensors, *of_weights, limits=newest.table.limits)
             newest.tracker.use_elsewhere()  # later than the last sync, so that `begin` copies the rolled slots
 
     def begin_step(self, joins: bool = False) -> None:
@@ -308,7 +313,8 @@ class InstanceState:
         self.hold(())  # all slots roll, whatever the last forward has held
         *tensors, amax_weights, weight_copy_scales = self.tensors
         nothing = torch.full_like(weight_copy_scales, scaling.NOTHING)
-        ops.begin_step(self.table.delayed, *tensors, *((amax_weights, nothing) if len(amax_weights) else ()))
+        of_weights = (amax_weights, nothing) if len(amax_weights) else ()
+        ops.begin_step(self.table.delayed, *tensors, *of_weights, limits=self.table.limits)
 
     def for_repetition(self) -> SlotTensors:
         """Return the tensors for a forward that the backward repeats: no slot rolls, and its amaxes are discarded.

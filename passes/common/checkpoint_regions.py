@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,22 @@ from torch import fx
 
 from fp8pass.base._torch import enter_autocast, exit_autocast
 from fp8pass.base.names import Names
-from fp8pass.graph.annotation import CHECKPOINT, COND
+from fp8pass.graph.annotation import CHECKPOINT, COND, STATE_INPUTS
 from fp8pass.passes.common.transforms import Transform, transforms
 
 
 @dataclass(frozen=True)
 class Region:
-    """A checkpointed region, which is a graph within a graph: `call`, in the graph `outer`, runs `body`."""
+    """A graph within a graph, such as a checkpointed region: `call`, in the graph `outer`, runs `body`."""
 
     outer: fx.Graph
     call: fx.Node
     body: fx.GraphModule
+
+    def hand_in(self, nodes: Sequence[fx.Node]) -> None:
+        """Pass further nodes of `outer` to the call, for inputs of state that the caller adds to `body`."""
+        self.call.args = (*self.call.args, *nodes)
+        self.body.meta[STATE_INPUTS] = self.body.meta.get(STATE_INPUTS, 0) + len(nodes)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from torch import fx
 from fp8pass.base import scaling
 from fp8pass.base._torch import ConstantSource
 from fp8pass.base.node_meta import IS_STATE, PIECE
-from fp8pass.graph.annotation import STATE_INPUTS
 from fp8pass.graph.inputs import FixedScales, Input, SlotInput
 from fp8pass.options.config import Reduction
 from fp8pass.passes.common.checkpoint_regions import Region
@@ -53,7 +52,7 @@ class Weight:
 class NewSlot:
     """A quantizer in the arguments of `node` that has no slot in the state yet.
 
-    anchor, source_line: see `SlotTable`.
+    anchor, source_line: see `SlotTable`. late: True if the backward records the amax, which most often is a gradient's.
     """
 
     name: str
@@ -62,8 +61,9 @@ class NewSlot:
     source_line: str
     quantizer: ops.Stateful
     node: fx.Node
+    late: bool = False
     also: list[fx.Node] = field(default_factory=list)
-    """Further nodes with this quantizer, in the graph and piece of `node`, that only read its scale."""
+    """Further nodes with this quantizer, in the piece of `node`. Those in another graph only read its scale."""
     position: int = -1
     """Its position in the table, from `lift_state` on."""
 
@@ -104,10 +104,10 @@ def lift_state(
         separate = [s for i, s in enumerate(of_recipe) if i not in recording]
         # In the order of SlotTensors: tensors of the forward, weights with a copy, gradients. Within each kind, by
         # piece: the quantize of a tensor that several pieces read is in an earlier piece than its first reader.
-        ordered = sorted(separate, key=lambda s: (s.role == "grad_output", _is_kept(s), piece_of(s.node) or 0))
+        ordered = sorted(separate, key=lambda s: (s.late, _is_kept(s), piece_of(s.node) or 0))
         table = SlotTable(
             names=tuple(s.name for s in ordered),
-            n_forward=sum(s.role != "grad_output" and not _is_kept(s) for s in ordered),
+            n_forward=sum(not s.late and not _is_kept(s) for s in ordered),
             n_weights=sum(map(_is_kept, ordered)),
             fp8_max=tuple(scaling.fp8_max(s.quantizer.dtype) for s in ordered),
             recipe=recipe,
@@ -225,7 +225,7 @@ def _records(slot: NewSlot) -> bool:
 
 def _recording_slot(slot: NewSlot, candidates: list[NewSlot], piece_of: PieceOf) -> NewSlot | None:
     """Return the slot of the use with grad, for a parameter read both with and without grad in a piece; None if not."""
-    if _records(slot) or slot.source_line or slot.role == "grad_output":
+    if _records(slot) or slot.source_line or slot.late:
         return None
     key = slot.anchor, "", slot.role, piece_of(slot.node)
     same = (o for o in candidates if _records(o) and (o.anchor, o.source_line, o.role, piece_of(o.node)) == key)
@@ -252,7 +252,7 @@ def _insert(
     if table.remembers:
         read["scales"] = inputs["scale"]
         if table.training:
-            begun.append(_begin_step(graph, table.recipe, inputs))
+            begun.append(_begin_step(graph, table, inputs))
             read["scales"] = begun[-1]
         if group is not None:
             with graph.inserting_after(read["scales"]):
@@ -278,19 +278,21 @@ def _insert(
         inputs_in[region.body.graph] = thread(region, outer, suffix)
     for slot in slots:
         piece = piece_of(slot.node)
-        inputs_here = of_piece[piece] if slot.node.graph is graph else inputs_in[slot.node.graph]
         i, kind = slot.position, table.kind_of(slot.position)
         first_scale, first_amax = division.first(kind, piece)
         or_one = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
-        scales = inputs_here.get(division.scales_of(kind, "scales_or_one" if or_one else "scales"))
-        placed: ops.Stateful
-        if isinstance(slot.quantizer, ops.Static):
-            placed, state = replace(slot.quantizer, slot=i - first_scale), [scales]
-        else:
-            placed = replace(slot.quantizer, slot=i - first_scale, index=i - first_amax)
-            amax = inputs_here[_AMAXES[kind]]
-            state = [amax] if kind == "weight" else [scales, amax]
         for node in (slot.node, *slot.also):
+            inputs_here = of_piece[piece] if node.graph is graph else inputs_in[node.graph]
+            scales = inputs_here.get(division.scales_of(kind, "scales_or_one" if or_one else "scales"))
+            placed: ops.Stateful = replace(slot.quantizer, slot=i - first_scale)
+            if isinstance(placed, ops.Static):
+                state = [scales]
+            else:
+                placed = replace(placed, index=i - first_amax)
+                amax = inputs_here[_AMAXES[kind]]
+                state = [amax] if kind == "weight" else [scales, amax]
+            if isinstance(placed, ops.Delayed) and node.graph is not slot.node.graph:
+                placed = replace(placed, record=False)
             args: Any = (*(placed if a == slot.quantizer else a for a in node.args), *state)
             node.args = args
 
@@ -307,8 +309,7 @@ def _mark_in_pieces(graph: fx.Graph, of_piece: dict[PieceNumber, dict[str, fx.No
 
 def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:
     """Hand state into the body of a region; return its new inputs by the names of `outer`."""
-    region.call.args = (*region.call.args, *outer.values())
-    region.body.meta[STATE_INPUTS] = region.body.meta.get(STATE_INPUTS, 0) + len(outer)
+    region.hand_in(list(outer.values()))
     return {name: state_input(region.body.graph, f"fp8pass_{name}{suffix}") for name in outer}
 
 
@@ -329,8 +330,13 @@ def state_input(graph: fx.Graph, name: str) -> fx.Node:
     return node
 
 
-def _begin_step(graph: fx.Graph, recipe: Any, inputs: dict[str, fx.Node]) -> fx.Node:
+def _begin_step(graph: fx.Graph, table: SlotTable, inputs: dict[str, fx.Node]) -> fx.Node:
     state = [inputs[name] for name in ops.SlotTensors._fields if name in inputs]
+    early = table.n_forward + table.n_weights
+    operand, gradient = (scaling.fp8_max(table.delayed.dtype(role)) for role in ("input", "grad_output"))
+    # Functions quantize operands in their backward, or gradients in their forward
+    is_usual = table.fp8_max == (*[operand] * early, *[gradient] * (len(table.names) - early))
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
-        return graph.call_function(ops.begin_step, (recipe, *state))
+        args: Any = (table.delayed, *state)
+        return graph.call_function(ops.begin_step, args, {} if is_usual else {"limits": table.limits})

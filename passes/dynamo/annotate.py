@@ -33,18 +33,21 @@ from fp8pass.base import scaling
 from fp8pass.base._torch import set_grad_enabled
 from fp8pass.base.errors import Fp8Error, faults_of, warn_once
 from fp8pass.base.names import source_of
-from fp8pass.graph.annotation import CHECKPOINT, COND, MatmulChoice, WeightUse
+from fp8pass.base.node_meta import IN_BACKWARD, IN_FORWARD
+from fp8pass.graph.annotation import CHECKPOINT, COND, FUNCTION, MatmulChoice, WeightUse
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.options.config import Config
 from fp8pass.options.setting import within
 from fp8pass.passes.common.checkpoint_regions import Region, branches_of, in_its_modes, named_body
+from fp8pass.passes.common.function_graphs import named_graphs, regions_of
 from fp8pass.passes.common.matmul_calls import LINEAR, MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.patterns import reach
 from fp8pass.passes.common.state_inputs import cache, lift_state, prequantize
 from fp8pass.passes.common.transforms import Transform, transforms
 from fp8pass.passes.dynamo import save_fp8
 from fp8pass.passes.dynamo.check_matmul import check, check_not_left_out, check_speedup, for_instance
+from fp8pass.passes.dynamo.product_roles import products_of
 from fp8pass.passes.dynamo.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.dynamo.write_matmuls import name_of, refusal
 from fp8pass.recipes import BlockwiseScaling, Calibration, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
@@ -105,6 +108,7 @@ class _Annotator(Walk):
         self.inside: dict[fx.Node, tuple[Transform, ...]] = {}
         self.splits = context.splits
         self.in_branch = False
+        self.named: dict[fx.Node | None, tuple[str, int]] = {}
 
     def run(self) -> None:
         self._visit_all()
@@ -130,6 +134,8 @@ class _Annotator(Walk):
                 self._list_region(getattr(self.module, str(node.target), None), node)
             elif node.target is CHECKPOINT and not self.in_branch:
                 self._enter(node)
+            elif node.target is FUNCTION and not self.in_branch:
+                self._enter_function(node)
             elif node.target is COND:
                 self._enter_branches(node)
                 self._visit(node)
@@ -138,11 +144,24 @@ class _Annotator(Walk):
 
     def _enter(self, call: fx.Node) -> None:
         """Annotate the body of a checkpointed region as a part of this graph."""
-        body = named_body(self.module, call, self.names)
-        self.regions.append(Region(self.graph, call, body))
+        self._visit_region(Region(self.graph, call, named_body(self.module, call, self.names)))
+
+    def _enter_function(self, call: fx.Node) -> None:
+        """Annotate the matmuls of a Function as products of their own: its backward need not be the gradient."""
+        graphs = named_graphs(self.module, call, self.names)
+        self.products.update(products_of(graphs, self.names))
+        self.saved.update(graphs.saved)
+        for region in regions_of(self.module, call):
+            self._visit_region(region)
+            if any(map(mutates, region.body.graph.nodes)):
+                self.mutated.update(_sources(call))
+
+    def _visit_region(self, region: Region) -> None:
+        body, inside = region.body, self.inside.get(region.call, ())
+        self.regions.append(region)
         outer = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
         self.module, self.graph, self.quantized = body, body.graph, {}  # fx graphs cannot read each other's nodes
-        self._visit_all(self.inside.get(call, ()))
+        self._visit_all(inside)
         self.module, self.graph, self.quantized, self.grad_enabled, self.inside = outer
         if any(map(mutates, body.graph.nodes)):  # the body may write into a tensor that this graph has quantized
             self.quantized.clear()
@@ -189,6 +208,8 @@ class _Annotator(Walk):
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         weight = argument(node, signature.b)
+        if (product := self.products.get(node)) is not None and not product.told:
+            choice.note = f"in a Function, {_UNTOLD}"
         if node in self.smoothed:
             choice.note = "smooth_swiglu scales its weight by channels of the input: it is quantized in each forward"
         QuantizeCall(self, call, choice, anchor).rewrite()
@@ -224,7 +245,7 @@ class _Annotator(Walk):
 
     def _list_region(self, region: Any, holder: fx.Node) -> None:
         """Record a refused choice for each matmul in the graph of a control-flow operator; annotate none of them."""
-        entered = {COND} if self.in_branch else {CHECKPOINT, COND}
+        entered = {COND} if self.in_branch else {CHECKPOINT, COND, FUNCTION}
         if not isinstance(region, fx.GraphModule) or any(user.target in entered for user in holder.users):
             return  # no graph, or one that is annotated
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
@@ -250,9 +271,15 @@ class _Annotator(Walk):
         return self._listed(node, signature.name, operands)
 
     def _listed(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[MatmulChoice, int]:
-        name, anchor = self.names.of(node, op, operands)
+        product = self.products.get(node)
+        # the gradients of a layer have its name, as those that autograd derives do
+        forward = product.forward if product is not None else None
+        name, anchor = self.named.get(forward) or self.names.of(node, op, operands)
+        self.named[node] = name, anchor
         # AOTAutograd copies meta["custom"] to each ATen node that it traces from this one, in the backward too
         node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
+        if product is not None:
+            node.meta["custom"][IN_BACKWARD if product.late else IN_FORWARD] = len(self.choices), product.kind
         self.choices.append(MatmulChoice(name, source_of(node)))
         return self.choices[-1], anchor
 
@@ -264,6 +291,11 @@ class _Annotator(Walk):
                 "device",
                 f"on {device}, while the state of this graph is on {self.device}; compile each part separately",
             )
+
+
+_UNTOLD = (
+    "where nothing tells which operand is a gradient: both are quantized as activations are, with scales of their own"
+)
 
 
 def _dims(node: fx.Node) -> int:

@@ -31,10 +31,11 @@ from fp8pass.base._torch import (
 )
 from fp8pass.base.names import Names, module_path, source_of
 from fp8pass.base.node_meta import PIECE
-from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.graph.annotation import CHECKPOINT, FUNCTION
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.options.config import Config
 from fp8pass.passes.common.checkpoint_regions import body_of
+from fp8pass.passes.common.function_graphs import FunctionGraphs, function_graphs, graphs_in
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
 from fp8pass.passes.common.transforms import transforms
 from fp8pass.passes.dynamo.equal_structure import storage_of, structure
@@ -145,8 +146,8 @@ def _within(nodes: Sequence[fx.Node], depth: int) -> Iterator[Piece]:
 
 
 def _matmuls(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> int:
-    """Return the number of matmuls, including those in checkpointed regions."""
-    bodies = [body_of(module, n) for n in nodes if n.target is CHECKPOINT]
+    """Return the number of matmuls, including those in checkpointed regions and Functions."""
+    bodies = [*(body_of(module, n) for n in nodes if n.target is CHECKPOINT), *graphs_in(module, nodes)]
     return sum(signature_of(n) is not None for n in nodes) + sum(_matmuls(b, list(b.graph.nodes)) for b in bodies)
 
 
@@ -206,7 +207,7 @@ def _operands_shared(
     Only one scale for the whole tensor is handed over. A layer does not quantize for others: it would not be equal to
     others then. So it can't read what is quantized after it. Nothing may write the tensor after it is quantized.
     """
-    last_write = {s: i for node, i in at.items() if _writes(module, node) for n in _written(node) for s in _storages(n)}
+    last_write = {s: i for node, i in at.items() for n in _written(module, node) for s in _storages(n)}
     hands_over = all(isinstance(recipe, (DelayedScaling, DynamicScaling)) for recipe in config.recipes)
     for operand, readers in _readers(at).items():
         is_plain = not is_traceable_wrapper_subclass(operand.meta.get("example_value"))
@@ -234,7 +235,7 @@ def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names)
     """Yield a refusal for each tensor that a piece writes in place after an earlier piece has computed or read it."""
     touched: dict[int, list[int]] = {}
     for node, i in at.items():
-        written = {s for n in _written(node) for s in _storages(n)} if _writes(module, node) else set()
+        written = {s for n in _written(module, node) for s in _storages(n)}
         for storage in {s for n in (node, *node.all_input_nodes) for s in _storages(n)}:
             touching = touched.setdefault(storage, [])
             touching.append(i)
@@ -242,13 +243,25 @@ def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names)
                 yield Refusal(touching[0], i, f"{_called(node, names)} is written in place, and others use it")
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that a call which writes may write into."""
+def _written(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that a call may write into."""
+    if node.target is FUNCTION:
+        return _written_by_function(function_graphs(module, node))
+    if not _writes(module, node):
+        return []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_operator = getattr(node.target, "__module__", "") == "_operator"  # setitem, iadd and others
     first = node.args[0] if node.args else None
     in_place = is_operator or (str(name).endswith("_") and node.kwargs.get("out") is None)
     return [first] if in_place and isinstance(first, fx.Node) else node.all_input_nodes
+
+
+def _written_by_function(graphs: FunctionGraphs) -> list[fx.Node]:
+    """Return the operands of a Function that its forward or its backward may write into."""
+    bodies = graphs.forward, graphs.backward
+    written = {s for body in bodies for n in body.graph.nodes for x in _written(body, n) for s in _storages(x)}
+    written |= {s for inner, outer in graphs.saved.items() if written & {*_storages(inner)} for s in _storages(outer)}
+    return [outer for inner, outer in graphs.operands.items() if written & {*_storages(inner)}]
 
 
 def _storages(node: fx.Node) -> list[int]:

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass.base._torch import OpOverload
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.passes.common.checkpoint_regions import Part, in_its_modes, parts
+from fp8pass.passes.common.function_graphs import with_functions
 from fp8pass.passes.common.write_calls import CallWriter, rewrite
 
 COMPOSITES = (F.multi_head_attention_forward,)
@@ -44,7 +45,9 @@ class InlineComposites:
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
         """Inline every composite function that is not inside a function transform; return how many were inlined."""
-        return sum(_inline(part) for part in parts(context.annotation.module, context.names))
+        return sum(
+            _inline(part) for part in with_functions(parts(context.annotation.module, context.names), context.names)
+        )
 
 
 def _inline(part: Part) -> int:

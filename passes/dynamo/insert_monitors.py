@@ -21,11 +21,12 @@ import torch
 from torch import fx
 
 from fp8pass.base.node_meta import PIECE, QUANTIZED
-from fp8pass.graph.annotation import CHECKPOINT, Annotation
+from fp8pass.graph.annotation import CHECKPOINT, FUNCTION, Annotation
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.options.config import Config
 from fp8pass.passes.common.checkpoint_regions import Region
 from fp8pass.passes.common.divide_state import PieceNumber, PieceOf, StateDivision
+from fp8pass.passes.common.function_graphs import BackwardRegion, regions_of
 from fp8pass.passes.common.state_inputs import add_input, thread
 from fp8pass.quant import monitor_ops, ops
 from fp8pass.quant.monitor_ops import WatchTable
@@ -59,8 +60,9 @@ def _watch(annotation: Annotation, config: Config) -> int:
     module = annotation.module
     parts = list(_parts(module))
     watches = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
-    forward = [(p, n) for p, n in watches if n.target in FORWARD]
-    backward = [(p, n) for p, n in watches if n.target in BACKWARD]
+    late = {part for part, region in parts if isinstance(region, BackwardRegion)}
+    forward = [(p, n) for p, n in watches if n.target in FORWARD and p not in late]
+    backward = [(p, n) for p, n in watches if n.target in BACKWARD or p in late]
     if not watches:
         return 0
     watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[QUANTIZED])
@@ -78,14 +80,14 @@ def _watch(annotation: Annotation, config: Config) -> int:
     inputs = _inputs(parts, tables, {p for p, _ in watches}, division, piece_of)
     row = 0
     for part, node in (*forward, *backward):
-        watch, name, kind = _FORWARD if node.target in FORWARD else _BACKWARD
+        watch, name, kind = _BACKWARD if node.target in BACKWARD else _IN_BACKWARD if part in late else _FORWARD
         watch(node, inputs[part, piece_of(node)][name], row - division.first(kind, piece_of(node))[1])
         row += len(node.meta[QUANTIZED])
     return len(watched)
 
 
 def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | None]]:
-    """Yield the graph, then its checkpointed regions: outer before inner ones, each in the order of its call."""
+    """Yield the graph, then its checkpointed regions and Functions: outer before inner ones, in the order of calls."""
     todo: list[tuple[fx.GraphModule, Region | None]] = [(module, None)]
     while todo:
         part, region = todo.pop(0)
@@ -93,6 +95,8 @@ def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | No
         for call in [n for n in part.graph.nodes if n.target is CHECKPOINT]:
             body = getattr(part, str(call.args[0].target))
             todo.append((body, Region(part.graph, call, body)))
+        for call in [n for n in part.graph.nodes if n.target is FUNCTION]:
+            todo += [(region.body, region) for region in regions_of(part, call)]
 
 
 def _watches(node: fx.Node, config: Config) -> bool:
@@ -148,4 +152,5 @@ def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
 # qdq_gradient(y, quantizer, *state), select_gradients(y, y_a, y_b, grad_a, grad_b, *state)
 _FIRST_STATE: dict[Any, int] = {ops.qdq_gradient: 2, ops.select_gradients: 5}
 _FORWARD: tuple[Callable[..., None], str, SlotKind] = _watch_operand, "numerics_forward", "forward"
+_IN_BACKWARD: tuple[Callable[..., None], str, SlotKind] = _watch_operand, "numerics_backward", "gradient"
 _BACKWARD: tuple[Callable[..., None], str, SlotKind] = _watch_gradient, "numerics_backward", "gradient"

@@ -28,6 +28,7 @@ from fp8pass.graph.annotation import CHECKPOINT, Body, MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.passes.common.checkpoint_regions import body_of
 from fp8pass.passes.common.divide_state import FIRST_PIECE
+from fp8pass.passes.common.function_graphs import graphs_in
 from fp8pass.passes.dynamo.equal_structure import Structure, structure
 
 
@@ -118,7 +119,7 @@ def _piece(
 
 
 def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[int]:
-    """Yield the index of each matmul's choice, also in checkpointed regions."""
+    """Yield the index of each matmul's choice, also in checkpointed regions and Functions."""
     for node in nodes:
         custom = node.meta.get("custom") or {}
         # a quantize has the notes of the tensor that it reads, which another layer may have computed
@@ -127,6 +128,8 @@ def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[in
             yield custom["fp8pass"]
         if node.target is CHECKPOINT:
             body = body_of(module, node)
+            yield from _choices_of(body, list(body.graph.nodes))
+        for body in graphs_in(module, [node]):
             yield from _choices_of(body, list(body.graph.nodes))
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from fp8pass.options import overrides
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import NewSlot, Weight
 from fp8pass.passes.dynamo.check_matmul import CheckedCall
-from fp8pass.passes.dynamo.quantizers import Pair, is_uniform, quantizers, with_weight_of_now
+from fp8pass.passes.dynamo.product_roles import Product, without_views
+from fp8pass.passes.dynamo.quantizers import Pair, is_uniform, quantizers, quantizers_of_product, with_weight_of_now
 from fp8pass.quant import ops, sharded
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import FACTORS, KINDS, Kind, Role
@@ -39,7 +40,8 @@ class Walk:
     """The state of a walk over a graph: the nodes that were added so far, and the slots that they need.
 
     graph: the graph that the walk is in, Dynamo's or a region's. quantized: its quantized tensors, by the tensor, the
-    op, the quantizer and the group offsets. merged, quantized_in: see `DynamoContext`.
+    op, the quantizer and the group offsets. merged, quantized_in: see `DynamoContext`. products: the matmuls in
+    Functions. saved: {input of a Function's backward: the node of its forward}. slot_of: the slots of Functions.
     """
 
     def __init__(self, context: DynamoContext) -> None:
@@ -57,6 +59,9 @@ class Walk:
         self.by_columns: set[fx.Node] = set()
         self.weights: dict[fx.Node, Weight] = {}
         self.calls: Counter[Any] = Counter()
+        self.products: dict[fx.Node, Product] = {}
+        self.saved: dict[fx.Node, fx.Node] = {}
+        self.slot_of: dict[Hashable, NewSlot] = {}
 
 
 class QuantizeCall:
@@ -68,6 +73,8 @@ class QuantizeCall:
         self.call = call
         self.choice = choice
         self.anchor = anchor
+        self.product = walk.products.get(call.node)
+        self.roles: tuple[Role, Role] = self.product.roles if self.product is not None else FACTORS["output"]
 
     def rewrite(self) -> None:
         """Replace the call with its annotated form; keep it if none of its matmuls is quantized."""
@@ -94,6 +101,8 @@ class QuantizeCall:
         tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
         pairs: dict[Kind, Pair] = {}
         units = overrides.units_of(self.call.node, self.choice.name, self.walk.calls) if overrides.current() else {}
+        if self.product is not None:
+            return self._quantizers_of_product(self.product, (tensors["input"], tensors["weight"]), units)
         for kind in KINDS if trains else KINDS[:1]:
             recipe, name = self.call.recipe, self.choice.name
             pair = quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, name)
@@ -106,6 +115,19 @@ class QuantizeCall:
             else:
                 pairs[kind] = pair
         return pairs
+
+    def _quantizers_of_product(
+        self, product: Product, operands: tuple[Tensor, Tensor], units: Mapping[Kind, overrides.Unit]
+    ) -> dict[Kind, Pair]:
+        """Return the quantizers of a matmul in a Function, as those of an output: it has no other products."""
+        trial = overrides.current()
+        pair = quantizers_of_product(product, self.call.recipe, self.call.dims, operands, self.choice.name)
+        if trial is not None and not isinstance(pair, Reject) and not trial.see(units[product.kind], self.call.recipe):
+            pair = LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
+        if isinstance(pair, Reject):
+            self.choice.declined[product.kind] = pair
+            return {}
+        return {"output": pair}
 
     def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
         """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or why it uses none."""
@@ -128,7 +150,8 @@ class QuantizeCall:
     def _uniform(self, a: fx.Node, b: fx.Node, pairs: dict[Kind, Pair], trains: bool) -> fx.Node:
         """Build a call whose three matmuls read the same quantized tensors: autograd derives the backward."""
         of_a, of_b = pairs["output"]
-        a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
+        (role_a, role_b), operand = self.roles, functools.partial(self._operand, ops.qdq_operand)
+        a_, b_ = operand(a, role_a, of_a), operand(b, role_b, of_b)
         # kernels want both operands contiguous along the sum, which for grad_input is over the weight's rows: it reads
         # the transposed copy
         keeps_transpose = self.walk.config.caches_transposes and a.meta["example_value"].requires_grad
@@ -178,6 +201,8 @@ class QuantizeCall:
         """
         if isinstance(sharded.part_of(x.meta["example_value"]), Fp8Weight):
             return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
+        if self.product is not None:
+            return self._operand_of_product(x, role, quantizer)
         if isinstance(quantizer, ops.Observe):  # calibration records it once for each slot name
             return self._quantized(how, (x, quantizer), x, role)
         offs = self._offs(quantizer)
@@ -202,6 +227,32 @@ class QuantizeCall:
                     self._prequantized(x, quantizer, role) if prequantizes else self._quantized(how, new, x, role)
                 )
         return quantized[key]
+
+    def _operand_of_product(self, operand: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
+        """Return an operand of a matmul in a Function, quantized and dequantized.
+
+        With one scale for the tensor, it is quantized before it is viewed: so forward and backward quantize the same.
+        """
+        whole = isinstance(quantizer, ops.Delayed | ops.Dynamic | ops.Static | ops.Observe)
+        *views, x = without_views(operand, self.call.node) if whole else [operand]
+        slot = self._slot_in_forward(x, role, quantizer)
+        if slot is not None and isinstance(quantizer, ops.Observe):
+            return operand  # the forward has observed it
+        offs = self._offs(quantizer)
+        key = (x, ops.qdq_no_grad, quantizer, *offs)
+        if key not in self.walk.quantized:
+            self.walk.quantized[key] = self._quantized(ops.qdq_no_grad, (x, quantizer, *offs), x, role, operand)
+        copies = {x: self.walk.quantized[key]}
+        for view in reversed(views):
+            copies[view] = self.graph.node_copy(view, lambda n: copies.get(n, n))
+        return copies[operand]
+
+    def _slot_in_forward(self, x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> NewSlot | None:
+        """Return the slot by which the forward of the Function has quantized what its backward reads as `x`."""
+        saved = self.walk.saved.get(x)
+        if saved is None:
+            return None
+        return self.walk.slot_of.get((without_views(saved, saved)[-1], role, quantizer))
 
     def _quantized_once(self, x: fx.Node, role: Role, quantizer: ops.Delayed | ops.Dynamic) -> list[fx.Node]:
         """Return the results of `quantize_once`, placed before the first reader, in the part that quantizes."""
@@ -258,25 +309,51 @@ class QuantizeCall:
             self.walk.by_columns.add(node)
         return node
 
-    def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
-        """Add a call with quantizers among its arguments; give each quantizer that has state a slot."""
+    def _quantized(
+        self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role, operand: fx.Node | None = None
+    ) -> fx.Node:
+        """Add a call with quantizers among its arguments; give each quantizer that has state a slot.
+
+        operand: of the matmul, if it is a view of `like`.
+        """
         node, walk = self._call(how, args, like), self.walk
         tensors = []
         for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
-            name = walk.names.slot(self.choice.name, role)
+            known = self._known_slot(like, role, quantizer)
+            name = walk.names.slot(self.choice.name, role) if known is None else known.name
             tensors.append(QuantizedTensor(name, role, self.choice.source))
-            if not isinstance(quantizer, ops.Stateful):
+            if known is not None:
+                known.also.append(node)
+                walk.slot_of.update(dict.fromkeys(self._keys(like, role, quantizer), known))
+            if known is not None or not isinstance(quantizer, ops.Stateful):
                 continue
             # a parameter has one slot wherever it is read; an activation may be a different tensor at each line
-            line = "" if walk.names.is_owned(like) else self.choice.source
+            line = "" if walk.names.is_owned(operand or like) else self.choice.source
             if self.call.node in walk.merged:
                 # an unmerged call at the same line has other scales, and must not share the state
                 line += " merged"
-            walk.slots.append(NewSlot(name, role, self.anchor, line, quantizer, node))
+            late = role == "grad_output" if self.product is None else self.product.late
+            slot = NewSlot(name, role, self.anchor, line, quantizer, node, late)
+            walk.slots.append(slot)
+            walk.slot_of.update(dict.fromkeys(self._keys(like, role, quantizer), slot))
         node.meta[QUANTIZED] = tensors
         if walk.names.is_gathered(like):  # in "custom", which AOTAutograd copies to the ATen nodes
             node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
         return node
+
+    def _keys(self, x: fx.Node, role: Role, quantizer: ops.Quantizer) -> list[Hashable]:
+        """Return keys of a tensor of a Function. Two tensors that share one have one slot; [] outside of Functions.
+
+        They do if they are one tensor, or if a loop, which Dynamo unrolls, comes to the same line again.
+        """
+        if self.product is None:
+            return []
+        line = self.graph, self.call.node.meta.get("stack_trace"), self.choice.name
+        return [(x, role, quantizer), (*line, role, quantizer)]
+
+    def _known_slot(self, x: fx.Node, role: Role, quantizer: ops.Quantizer) -> NewSlot | None:
+        known = (self.walk.slot_of.get(key) for key in self._keys(x, role, quantizer))
+        return self._slot_in_forward(x, role, quantizer) or next(filter(None, known), None)
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)

@@ -11,12 +11,14 @@ along the dimensions that the matmul contracts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.matmul_calls import Dims
+from fp8pass.passes.dynamo.product_roles import Product
 from fp8pass.quant import ops
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
@@ -72,6 +74,22 @@ def quantizers(
     factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
     try:
         first, second = (quantizer_of(recipe, role, tensors[role], along, record) for role, along in factors)
+    except Reject as reject:
+        return reject
+    return first, second
+
+
+def quantizers_of_product(
+    product: Product, recipe: Recipe, dims: Dims, operands: Sequence[Tensor], name: str
+) -> Pair | Reject:
+    """Return the quantizers of the operands of a matmul in a Function, as `quantizers` does."""
+    if product.kind in recipe.high_precision:
+        return LeftOut("high precision", f"{recipe!r} keeps {product.kind} in high precision")
+    if "grad_output" in product.roles and not _may_quantize_gradients(recipe, name):
+        return LeftOut("not calibrated", f"there is no static scale for {name}.grad_output")
+    factors = zip(product.roles, operands, dims.contracted("output"), strict=True)
+    try:
+        first, second = (quantizer_of(recipe, role, x, along, record=True) for role, x, along in factors)
     except Reject as reject:
         return reject
     return first, second

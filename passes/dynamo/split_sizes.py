@@ -29,6 +29,7 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.graph.sizes import bounds, expression, is_at_least, why_no_guard
 from fp8pass.options.setting import within
 from fp8pass.passes.common.checkpoint_regions import Part, in_its_modes, with_branches
+from fp8pass.passes.common.function_graphs import with_functions
 from fp8pass.passes.common.matmul_calls import argument, signature_of
 from fp8pass.passes.dynamo.check_matmul import check
 
@@ -72,7 +73,7 @@ def has_symbols(graph: fx.Graph) -> bool:
 
 def _predictions(context: DynamoContext) -> Iterator[Prediction]:
     """Yield the predictions of the matmuls that may run in FP8 and have one size that varies."""
-    for part in with_branches(context.annotation.module, context.names):
+    for part in with_functions(with_branches(context.annotation.module, context.names), context.names):
         trains = torch.is_grad_enabled()
         for node in in_its_modes(part.module.graph):
             trains = bool(node.args[0]) if node.target is set_grad_enabled else trains

@@ -29,6 +29,7 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.sizes import depends_on_data
 from fp8pass.passes.common.checkpoint_regions import Part, in_its_modes, parts
+from fp8pass.passes.common.function_graphs import with_functions
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.passes.common.write_calls import CallWriter, rewrite
 from fp8pass.passes.dynamo.inline_composites import inlined
@@ -63,7 +64,9 @@ class WriteMatmuls:
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
         """Rewrite every such call that is not inside a function transform; return how many were rewritten."""
-        return sum(_write(part) for part in parts(context.annotation.module, context.names))
+        return sum(
+            _write(part) for part in with_functions(parts(context.annotation.module, context.names), context.names)
+        )
 
 
 def _write(part: Part) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.base._torch import OpOverload
 from fp8pass.base.names import short, source_of
-from fp8pass.base.node_meta import GEMM, KIND, SAVED, SAVED_FP8
+from fp8pass.base.node_meta import GEMM, IN_BACKWARD, IN_FORWARD, KIND, SAVED, SAVED_FP8
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import JointContext
@@ -89,7 +89,9 @@ class ListMatmuls:
             index = _custom(node).get("fp8pass")
             roots = root(a), root(b)
             kind: Any = node.meta.get(KIND, "output")
-            if node in backward and KIND not in node.meta:
+            if (told := _told(node, backward)) is not None:
+                index, kind = told
+            elif node in backward and KIND not in node.meta:
                 kind = _custom(node).get("fp8pass_kind") or "output"
                 if kind not in KINDS[1:]:
                     kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []), of_copy=kind != "output")
@@ -102,6 +104,13 @@ class ListMatmuls:
             context.gemms[node] = _gemm(node, kind, index, (a, b), sizes, context)
             node.meta[GEMM] = node.name
         return 0
+
+
+def _told(node: fx.Node, backward: Container[fx.Node]) -> tuple[int, Kind] | None:
+    """Return the index of the choice, and which product it is, for a matmul of a Function; None for any other."""
+    custom = _custom(node)
+    told: Any = custom.get(IN_BACKWARD, custom.get(IN_FORWARD) if node not in backward else None)
+    return None if told is None else (told[0], told[1])
 
 
 def _gemm(

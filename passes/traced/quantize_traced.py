@@ -15,7 +15,6 @@ a backward reads the scales and returns its state as it is.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -351,10 +350,10 @@ class _Writer:
     def _begin(self, before: fx.Node, table: SlotTable, inputs: list[fx.Node]) -> None:
         scales, rolled = inputs[0], list(inputs)
         if table.remembers and table.training:
-            recipe, limits = table.delayed, table.fp8_max
+            recipe, limits = table.delayed, table.limits
 
             def roll(scale: Tensor, history: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-                fp8_max = torch.cat([torch.full_like(amax[:n], limit) for limit, n in _runs(limits)])
+                fp8_max = torch.cat([torch.full_like(amax[:n], limit) for limit, n in limits])
                 return scaling.roll_history(
                     scale,
                     history,
@@ -464,8 +463,3 @@ def _as_taken(view: fx.Node, y: fx.Node) -> tuple[Any, ...]:
         # of a copy with other strides `view` might not be possible
         return aten.reshape.default, y, *view.args[1:]
     return view.target, y, *view.args[1:]
-
-
-def _runs(limits: Sequence[float]) -> list[tuple[float, int]]:
-    """Return the limits, and how often in a row each comes: two, as gradients come last."""
-    return [(limit, len(list(group))) for limit, group in itertools.groupby(limits)]

@@ -1,0 +1,255 @@
+"""Matmuls inside `torch.autograd.Function`s: what each is, its scale, its slot, and the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.base.node_meta import IN_BACKWARD, IN_FORWARD
+from fp8pass.compiler.dynamo_passes import pieces_of
+from fp8pass.graph.annotation import graphs_of
+from fp8pass.options.config import Config
+from fp8pass.passes.common.matmul_calls import signature_of
+from fp8pass.recipes import DelayedScaling
+from tests.helpers import oracle
+from tests.helpers.annotate import annotation
+from tests.helpers.functions import (
+    FunctionBlock,
+    FunctionLinear,
+    GramFunction,
+    Lora,
+    OfTwo,
+    SignFunction,
+    WithLoss,
+    WithMainGrad,
+)
+from tests.helpers.harness import annotated, compiled, sqnr, train, verdicts
+from tests.helpers.models import make
+
+
+class Checkpointed(nn.Module):
+    """Two blocks of Functions, the first of which the backward repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = FunctionBlock(), FunctionBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(checkpoint(self.a, x, use_reentrant=False))
+        return y
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": FunctionBlock,
+    "loss": WithLoss,
+    "checkpointed": Checkpointed,
+    "straight through": functools.partial(OfTwo, SignFunction),
+    "two gradients": functools.partial(OfTwo, GramFunction),
+    "adapter": Lora,
+}
+
+
+def batches(count: int = 3, rows: int = 16) -> list[Tensor]:
+    return list(torch.randn(count, rows, 32, generator=torch.Generator().manual_seed(0)))
+
+
+def kinds(model: nn.Module, **config: Any) -> list[str]:
+    """Return the products of the model's Functions, forwards and backwards in the order of the graphs."""
+    a = annotation(model, batches()[0], **config)
+    told = [
+        custom.get(IN_FORWARD) or custom.get(IN_BACKWARD)
+        for graph in graphs_of(a.module)
+        for node in graph.graph.nodes
+        if signature_of(node) is not None and {IN_FORWARD, IN_BACKWARD} & {*(custom := node.meta.get("custom") or {})}
+    ]
+    return [f"{a.choices[index].name} {kind}" for index, kind in told]
+
+
+def trained(
+    function: Callable[..., Any], kind: str, steps: int = 3, **options: Any
+) -> tuple[list[dict[str, Tensor]], nn.Module]:
+    model = make(MODELS[kind])
+    return list(train(model, function(model, **options), batches(steps))), model
+
+
+def alike(mine: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for key, value in a.items():  # up to float32's rounding: kernels multiply by scales after the sum
+            torch.testing.assert_close(value, b[key], rtol=1e-5, atol=1e-7, msg=key)
+
+
+@pytest.mark.passes
+def test_what_each_product_is() -> None:
+    assert Counter(kinds(FunctionBlock())) == Counter(
+        f"{layer}.matmul {kind}" for layer in ("up", "down") for kind in ("output", "grad_input", "grad_weight")
+    )
+    assert Counter(kinds(OfTwo(GramFunction))) == {
+        "matmul output": 3, "matmul grad_input": 1, "matmul grad_weight": 1,
+    }  # fmt: skip
+    assert Counter(kinds(Lora())) == {"matmul output": 4, "matmul grad_input": 3, "matmul grad_weight": 2}
+
+
+@pytest.mark.passes
+def test_gradients_that_a_forward_computes() -> None:
+    found = Counter(kind for kind in kinds(WithLoss(layers=0)))
+    assert found == {"matmul output": 4, "matmul grad_input": 4, "matmul grad_weight": 4}
+
+
+@pytest.mark.passes
+def test_slots_by_module_and_role() -> None:
+    """All turns of a loop share slots, and the backward reads those of what the forward has quantized."""
+    (table,) = annotation(WithLoss(), batches()[0]).tables
+    block = [f"layers.0.{layer}.matmul.{role}" for layer in ("up", "down") for role in ("input", "weight")]
+    head = [f"matmul.{role}" for role in ("input", "weight", "grad_output", "input_1")]
+    late = [f"layers.0.{layer}.matmul.grad_output" for layer in ("up", "down")]
+    assert (sorted(table.names[: table.n_forward]), table.n_weights) == (sorted([*block, *head]), 0)
+    assert sorted(table.names[table.n_forward :]) == sorted(late)
+    limits = dict(zip(table.names, table.fp8_max, strict=True))
+    assert {name for name, limit in limits.items() if limit == 57344} == {"matmul.grad_output", *late}
+
+
+@pytest.mark.passes
+def test_equal_layers_are_found() -> None:
+    found: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.extend(piece.layer for piece in pieces_of(module, Config()) if piece.layer)
+        return module.forward
+
+    torch.compile(WithLoss(layers=3), backend=backend)(batches()[0])
+    assert found == ["layers.1", "layers.2"]  # the first one's input needs no gradient
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_compiled_is_like_the_annotated_graph(kind: str, recipe: str) -> None:
+    reference, _ = trained(annotated, kind, recipe=recipe)
+    with verdicts() as report:
+        found, _ = trained(compiled, kind, recipe=recipe, strict=True)
+    alike(found, reference)
+    assert len(report.rewritten) == len(report.gemms) >= 5
+    assert ("which operand is a gradient" in str(report)) == (kind == "two gradients")
+
+
+@pytest.mark.compiled
+def test_against_the_oracle() -> None:
+    """Each of a layer's products is that of the oracle's values, in float64."""
+    model: Any = make(functools.partial(FunctionLinear, 32, 48))
+    w = model.weight.detach().clone()
+    (found,) = train(model, compiled(model, recipe="dynamic"), batches(1))
+
+    def q(x: Tensor, fmt: str) -> Tensor:
+        return oracle.qdq(x, oracle.scale_of(float(x.abs().max()), fmt), fmt)
+
+    (x,), g = batches(1), found["output"] * (2 / found["output"].numel())
+    wanted = {
+        "output": q(x, "e4m3") @ q(w, "e4m3").t(),
+        "input": q(g, "e5m2") @ q(w, "e4m3"),
+        "weight": q(g, "e5m2").t() @ q(x, "e4m3"),
+    }
+    for key, value in wanted.items():
+        assert sqnr(value, found[key].double()) > 100, key
+
+
+@pytest.mark.compiled
+def test_delayed_scales_are_those_of_the_formats() -> None:
+    """The scale of a slot is its format's maximum by the last step's amax, wherever its tensor is quantized."""
+    _, model = trained(compiled, "loss", steps=2)
+    found = fp8pass.state(model).state_dict()
+    slots = [key.removesuffix(".scale") for key in found if key.endswith(".scale")]
+    assert len(slots) == 10
+    for slot in slots:
+        limit = 57344.0 if "grad_output" in slot else 448.0
+        amax = found[f"{slot}.amax_history"].max()
+        torch.testing.assert_close(found[f"{slot}.scale"] * amax, torch.tensor(limit), rtol=1e-6, atol=0)
+
+
+@pytest.mark.compiled
+def test_a_resumed_training_goes_on_to_the_bit() -> None:
+    whole, _ = trained(compiled, "loss", steps=4)
+    _, model = trained(compiled, "loss", steps=2)
+    resumed = make(MODELS["loss"])
+    resumed.load_state_dict(model.state_dict())
+    fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
+    for mine, theirs in zip(train(resumed, compiled(resumed), batches(4)[2:]), whole[2:], strict=True):
+        assert [key for key in theirs if not torch.equal(mine[key], theirs[key])] == []
+
+
+@pytest.mark.compiled
+def test_a_gradient_is_added_to_main_grad() -> None:
+    """Over three steps, in place; and equal to the annotated graph's."""
+    found = []
+    for function in (annotated, compiled):
+        model: Any = make(WithMainGrad)
+        steps = list(train(model, function(model), batches()))
+        assert all("weight" not in step for step in steps)
+        found.append((steps, model.weight.main_grad))
+    alike(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
+    exact: Any = make(WithMainGrad)
+    list(train(exact, exact, batches()))
+    assert sqnr(exact.weight.main_grad.double(), found[1][1].double()) > 15
+
+
+@pytest.mark.compiled
+def test_gradients_are_near_those_in_high_precision() -> None:
+    for kind in ("layers", "loss", "adapter"):
+        (exact, *_), _ = trained(lambda model: model, kind)
+        (found, *_), _ = trained(compiled, kind)
+        for key, value in exact.items():
+            cosine = torch.cosine_similarity(value.flatten().double(), found[key].flatten().double(), 0)
+            assert cosine > 0.97, (kind, key)
+
+
+@pytest.mark.compiled
+def test_a_function_without_autograd_shares_the_slots() -> None:
+    """Evaluation reads the scales of training: the state has no further slot."""
+    model = make(FunctionBlock)
+    run = compiled(model)
+    list(train(model, run, batches(2)))
+    slots = list(fp8pass.state(model).slots)
+    with torch.no_grad(), verdicts() as report:
+        y = compiled(model)(batches(3)[2])
+    assert list(fp8pass.state(model).slots) == slots and len(report.rewritten) == 2
+    assert sqnr(model(batches(3)[2]).double(), y.double()) > 15
+
+
+@pytest.mark.compiled
+def test_what_stays_in_high_precision_has_a_reason() -> None:
+    with verdicts() as report:
+        trained(compiled, "layers", steps=1, filter=["up"], recipe=DelayedScaling(high_precision=("grad_weight",)))
+    declined = {(gemm.name, gemm.kind): gemm.rule for gemm in report.declined}
+    assert declined == {
+        ("up.matmul", "output"): "filter",
+        ("up.matmul", "grad_input"): "filter",
+        ("up.matmul", "grad_weight"): "filter",
+        ("down.matmul", "grad_weight"): "high precision",
+    }
+
+
+@pytest.mark.compiled
+def test_amaxes_are_monitored() -> None:
+    """The quantized tensors of forward and backward are counted under their slots' names."""
+    model = make(FunctionBlock)
+    list(train(model, compiled(model, monitor=True), batches(2)))
+    for role in ("input", "weight", "grad_output"):
+        assert fp8pass.stats(model).of(f"up.matmul.{role}"), role
+
+
+@pytest.mark.inductor
+def test_through_inductor() -> None:
+    reference, _ = trained(annotated, "loss")
+    found, _ = trained(compiled, "loss", lowering="inductor", strict=True)
+    for mine, theirs in zip(found, reference, strict=True):
+        for key, value in theirs.items():
+            assert sqnr(value.double(), mine[key].double()) > 30, key
