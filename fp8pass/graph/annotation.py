@@ -147,6 +147,25 @@ def _bootstrapped(argument: Any) -> Any:
     return replace(argument, bootstrap=True) if isinstance(argument, ops.Delayed) else argument
 
 
+class _Function(torch.autograd.Function):
+    """A Function of Dynamo's graph, run eagerly: as torch's op for it, except that its backward is never compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: tuple[fx.GraphModule, fx.GraphModule], how: dict[str, Any], *operands: Any) -> Any:
+        ctx.graphs, ctx.how = graphs, how
+        results, ctx.saved = fx.Interpreter(graphs[0]).run(*operands)
+        each = results if isinstance(results, (tuple, list)) else (results,)
+        ctx.mark_non_differentiable(*(each[i] for i in how["non_differentiable_idx"]))
+        ctx.mark_dirty(*(each[i] for i in how.get("dirty_idx", ())))
+        return results
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # not compiled: in a training step that is compiled, Dynamo would treat it as the user's code
+        return None, None, *fx.Interpreter(ctx.graphs[1]).run(*grads, *ctx.saved)
+
+
 def _without_records(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph that records no amaxes."""
     copy = copy_to_edit(module)
@@ -215,8 +234,10 @@ class _Eager(fx.Interpreter):
             return None
         if not self.record and target in _QUANTIZE:  # gradients are quantized in backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
-        if not self.record and target is FUNCTION:
-            args = (_without_records(args[0]), *args[1:])
+        if target is FUNCTION:
+            forward, backward, *operands = args
+            graphs = forward if self.record else _without_records(forward), backward
+            return _Function.apply(graphs, kwargs, *operands)  # type: ignore[no-untyped-call]
         return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
+from tests.helpers.functions import FunctionBlock
 from tests.helpers.harness import verdicts
 from tests.helpers.models import Block, Transformer, make
 from tests.helpers.torchrun import collectives, on_ranks
@@ -104,6 +105,17 @@ def ddp() -> Any:
 def ddp_around_compiled() -> Any:
     model = make(Model)
     return trained(model, DistributedDataParallel(compiled(model)))
+
+
+@on_ranks(2)
+def ddp_of_functions() -> Any:
+    """Train layers that are `torch.autograd.Function`s, with one process beside."""
+    first, model, other = (make(FunctionBlock) for _ in range(3))
+    compiled(first, reduce_amax=False)(data()[-1]).square().mean().backward()
+    for each in (model, other):
+        fp8pass.state(each).load_state_dict(fp8pass.state(first).state_dict())
+    run = trained(model, compiled(DistributedDataParallel(model)), warm=False)
+    return run, trained(other, compiled(other, reduce_amax=False), whole=True, warm=False)
 
 
 @contextlib.contextmanager
@@ -255,14 +267,13 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(value, second[key]), key
 
 
-def like_alone(run: dict[str, Any]) -> None:
-    """Check that losses, weights and scales are those of one process with the global batch.
+def like_alone(run: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Check that losses, weights and scales are those of one process with the global batch, `reference`.
 
     The gradients that a rank sees are those of the mean over its own part: larger by the number of ranks, a power of
     two here, which changes no bit of an FP8 value. Sums are in another order, though, which pushes some values over
     the border to the next one of FP8: at first none, then more in each step.
     """
-    reference = alone()[0]
     torch.testing.assert_close(run["losses"][:2], reference["losses"][:2], rtol=1e-5, atol=0)
     torch.testing.assert_close(run["losses"], reference["losses"], rtol=3e-3, atol=0)
     for name, weight in reference["weights"].items():
@@ -280,7 +291,14 @@ def test_losses_and_scales_are_those_of_one_process_with_the_global_batch(how: A
     first, second = how()
     same(first["state"], second["state"])
     same(first["weights"], second["weights"])
-    like_alone(first)
+    like_alone(first, alone()[0])
+
+
+def test_functions_have_one_scale_on_all_ranks() -> None:
+    (first, reference), (second, _) = ddp_of_functions()
+    same(first["state"], second["state"])
+    same(first["weights"], second["weights"])
+    like_alone(first, reference)
 
 
 def test_ddp_splits_the_graph_and_all_of_it_is_rewritten() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -199,6 +200,41 @@ def test_a_gradient_is_added_to_main_grad() -> None:
     exact: Any = make(WithMainGrad)
     list(train(exact, exact, batches()))
     assert sqnr(exact.weight.main_grad.double(), found[1][1].double()) > 15
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [WithMainGrad, WithLoss])
+def test_in_a_training_step(kind: Any) -> None:
+    """With two microbatches, it trains as the backend does with `accumulate`."""
+
+    def step_of(model: Any, run: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            loss = torch.zeros(())
+            for rows in x.chunk(2):
+                part = run(rows).square().mean()
+                part.backward()
+                loss += part.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    found = []
+    for whole in (True, False):
+        model: Any = make(kind)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if not hasattr(p, "main_grad")], lr=0.1)
+        step = step_of(model, model if whole else compiled(model), optimizer)
+        run: Any = fp8pass.train_step(lowering="eager", strict=True)(step) if whole else step
+        losses = []
+        for x in batches():
+            with contextlib.nullcontext() if whole else fp8pass.accumulate(model):
+                losses.append(run(x))
+        main = getattr(getattr(model, "weight", None), "main_grad", torch.zeros(()))
+        found.append({"losses": torch.stack(losses), "main": main, **dict(model.named_parameters())})
+        if whole:
+            assert not run.report.declined and len(run.report.rewritten) >= 5
+    alike(found[:1], found[1:])
 
 
 @pytest.mark.compiled
