@@ -184,6 +184,7 @@ class QuantizeCall:
             signature is GROUPED_FALLBACK or argument(node, signature.bias) is not None
         ):
             y = self._call(signature.product, (a, b, *self._groups()), node)
+            y.kwargs = {key: node.kwargs[key] for key in ("out_dtype",) if key in node.kwargs}
         else:
             y = self.graph.node_copy(node)
             set_argument(y, signature.a, a)

@@ -172,6 +172,17 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., fx.Node | None]:
     return writer
 
 
+def _into(function: Callable[..., Tensor]) -> Callable[..., fx.Node | None]:
+    """Return the writer of a matmul with `out=`: the product, and a copy of it into `out`."""
+
+    def writer(write: CallWriter, *args: Any, out: Any = None, **kwargs: Any) -> fx.Node | None:
+        if out is None or torch.is_autocast_enabled(out.meta["example_value"].device.type):
+            return None  # autocast casts no call with `out=`
+        return write.copy(out, write(function, *args, **kwargs))
+
+    return writer
+
+
 def _multi_dot(write: CallWriter, tensors: Sequence[fx.Node], out: Any = None) -> fx.Node | None:
     if out is not None or len(tensors) < 2:
         return None
@@ -351,4 +362,5 @@ _WRITERS: dict[str, Callable[..., Any]] = {
     "bilinear": _bilinear,
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), inlined),
     "einsum": _einsum,
+    **{name: _into(getattr(torch, name)) for name in ("addmm", "baddbmm", "bmm", "matmul", "mm")},
 }

@@ -214,7 +214,6 @@ def test_dynamos_own_graph_is_not_touched() -> None:
         (lambda a, b: torch.einsum("i,j->ij", a, b), ((8,), (8,)), "an operand is a vector of 8 elements"),
         (lambda a, b: torch.einsum("ij,kl->ijkl", a, b), ((8, 8), (8, 8)), "contracts nothing"),
         (lambda a, b: torch.matmul(a, b), ((8, 8), (8,)), "an operand is a vector of 8 elements"),
-        (lambda a, b: torch.mm(a, b, out=torch.empty(8, 8)), ((8, 8), (8, 8)), "writes into out="),
         (lambda a, b: torch.linalg.multi_dot([a, b], out=torch.empty(8, 8)), ((8, 8), (8, 8)), "writes into out="),
         (
             lambda a, b: F.scaled_dot_product_attention(a, b, b),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.passes.common.matmul_calls import signature_of
 from fp8pass.passes.dynamo.write_matmuls import WriteMatmuls
+from tests.helpers.annotate import annotation
 from tests.helpers.harness import annotated, compiled, on_dynamos_graph, sqnr, verdicts
 
 Form = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]
@@ -203,3 +206,33 @@ def test_attention_of_torch_raises_nothing_under_strict() -> None:
         compiled(layer, strict=True)(torch.randn(2, 8, 32)).sum().backward()
     assert {(g.rule, g.name) for g in report.declined} <= {("attention", "self_attn.scaled_dot_product_attention")}
     assert len(report.rewritten) == 11
+
+
+@pytest.mark.compiled
+def test_a_product_that_is_written_into_out() -> None:
+    """The tensor that the caller gave, or a part of it, gets the product."""
+
+    def function(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        torch.mm(a, b, out=y[:16])
+        torch.addmm(y[:16], a, b, out=y[16:], alpha=0.5)
+        return y * 2
+
+    torch.manual_seed(0)
+    a, b = torch.randn(16, 32), torch.randn(32, 24)
+    exact, found = torch.zeros(2, 32, 24)
+    with torch.no_grad(), verdicts() as report:
+        wanted = function(a, b, exact)
+        actual = compiled(function, recipe="dynamic", strict=True)(a, b, found)
+    assert len(report.rewritten) == 2
+    assert 25 < sqnr(wanted, actual) < 60 and 25 < sqnr(exact, found) < 60
+
+
+@pytest.mark.passes
+def test_a_product_keeps_the_dtype_that_it_was_asked_for() -> None:
+    """Only GPUs have `out_dtype`: float32 here, into which the bias is added, of products of bfloat16."""
+    with FakeTensorMode():
+        y, a, b = (torch.empty(32, 32, device="cuda", dtype=dtype) for dtype in (torch.float32, *[torch.bfloat16] * 2))
+        function = functools.partial(torch.addmm, out_dtype=torch.float32)
+        module = annotation(function, y, a, b, training=False, recipe="dynamic", target="h100", min_speedup=0).module
+    (product,) = module.graph.find_nodes(op="call_function", target=torch.mm)
+    assert product.kwargs == {"out_dtype": torch.float32}
