@@ -421,7 +421,10 @@ class _Rename:
     drop: str = ""
 
     def __call__(self, name: str) -> str:
-        return self.add + name.removeprefix(self.drop)
+        rest = name.removeprefix(self.drop)
+        # a matmul that is named by its op, in the graph of a function that is passed a parameter
+        is_apart = self.add and not self.add.endswith(".") and not rest.startswith(".")
+        return f"{self.add}.{rest}" if is_apart else self.add + rest
 
 
 def _rename(relative: str, paths: Sequence[str]) -> _Rename:

@@ -26,6 +26,7 @@ from tests.helpers.functions import (
     FunctionBlock,
     FunctionLinear,
     GramFunction,
+    LinearFunction,
     Lora,
     OfTwo,
     SignFunction,
@@ -263,6 +264,15 @@ def test_a_function_without_autograd_shares_the_slots() -> None:
         y = compiled(model)(batches(3)[2])
     assert list(fp8pass.state(model).slots) == slots and len(report.rewritten) == 2
     assert sqnr(model(batches(3)[2]).double(), y.double()) > 15
+
+
+@pytest.mark.compiled
+def test_a_function_that_is_passed_a_bare_parameter() -> None:
+    """As after a graph break: the model that has the parameter names its slots."""
+    layer = make(functools.partial(FunctionLinear, 32, 48, bias=False))
+    compiled(lambda x, w: LinearFunction.apply(x, w, None))(batches()[0], layer.weight).sum().backward()  # type: ignore[no-untyped-call]
+    slots = ["down.matmul.grad_output", "down.matmul.input", "down.matmul.weight"]
+    assert list(fp8pass.state(nn.ModuleDict({"down": layer})).slots) == slots
 
 
 @pytest.mark.compiled
