@@ -57,6 +57,7 @@ IMPORTS = {
     "transformers": "transformers.modeling_utils",
     "torch": "torch.testing._internal.common_modules",
     "diffusers": "diffusers.models",
+    "megatron-core": "megatron.core.tensor_parallel.layers",
     "peft": "peft",
     "timm": "timm",
 }

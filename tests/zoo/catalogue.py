@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.zoo import toys
 from tests.zoo.diffusion import diffusion
 from tests.zoo.loops import LOOPS, of_transformers
+from tests.zoo.megatron_models import Layers
 from tests.zoo.row import Sample, Subject
 from tests.zoo.timm_models import vision
 from tests.zoo.torch_models import MODULES, OPERATORS, Made, module, operator
@@ -309,6 +310,13 @@ def _peft() -> Iterator[Entry]:
         yield Entry(f"LoRA-{name}", "peft", "LoRA", functools.partial(adapted, name, kinds[name]))
 
 
+def _megatron() -> Iterator[Entry]:
+    def sample() -> Sample:
+        return Sample(Layers(), text(16, None), text(24, None))
+
+    yield Entry("ParallelLayers", "megatron-core", "autograd Function", sample)
+
+
 def _torch() -> Iterator[Entry]:
     def sample(make: Callable[[str], Made], name: str) -> Sample:
         model, inputs = make(name)
@@ -337,4 +345,4 @@ def _made() -> Iterator[Entry]:
 
 def catalogue() -> dict[str, Entry]:
     """Return all entries by name."""
-    return {entry.name: entry for entry in (*_transformers(), *_made(), *_peft(), *_loops(), *_torch())}
+    return {entry.name: entry for entry in (*_transformers(), *_made(), *_peft(), *_megatron(), *_loops(), *_torch())}

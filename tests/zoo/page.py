@@ -14,6 +14,7 @@ PACKAGES = {
     "diffusers": "Diffusion models",
     "timm": "Vision models of timm",
     "peft": "Adapters on frozen models",
+    "megatron-core": "Layers of Megatron-Core",
     "torch": "Torch's own samples",
 }
 
