@@ -47,9 +47,11 @@ from fp8pass.passes.common.state_inputs import cache, lift_state, prequantize
 from fp8pass.passes.common.transforms import Transform, transforms
 from fp8pass.passes.dynamo import save_fp8
 from fp8pass.passes.dynamo.check_matmul import check, check_not_left_out, check_speedup, for_instance
-from fp8pass.passes.dynamo.product_roles import products_of
+from fp8pass.passes.dynamo.product_roles import products_of, without_views
 from fp8pass.passes.dynamo.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.dynamo.write_matmuls import name_of, refusal
+from fp8pass.quant import sharded
+from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import BlockwiseScaling, Calibration, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8pass.states import scale_state
 
@@ -198,6 +200,7 @@ class _Annotator(Walk):
             choice.prediction = call.prediction  # before the checks below raise: the report shows it anyway
             check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config, self.splits)
             self._check_device(node, signature)
+            self._check_weights(node, signature)
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
             if self.in_branch:
                 _check_stateless(call.recipe)
@@ -282,6 +285,17 @@ class _Annotator(Walk):
             node.meta["custom"][IN_BACKWARD if product.late else IN_FORWARD] = len(self.choices), product.kind
         self.choices.append(MatmulChoice(name, source_of(node)))
         return self.choices[-1], anchor
+
+    def _check_weights(self, node: fx.Node, signature: MatmulSignature) -> None:
+        """Raise Reject for a matmul of a Function whose weight is in FP8 already: views show it in high precision."""
+        if node in self.products:
+            wholes = (without_views(argument(node, where), node)[-1] for where in (signature.a, signature.b))
+            if any(isinstance(sharded.part_of(x.meta["example_value"]), Fp8Weight) for x in wholes):
+                raise Reject(
+                    "gathered in FP8",
+                    "its weight is in FP8, and a torch.autograd.Function reads it in high precision; leave the layer "
+                    "out with the filter= of enable_fp8_all_gather, or of freeze",
+                )
 
     def _check_device(self, node: fx.Node, signature: MatmulSignature) -> None:
         device = argument(node, signature.a).meta["example_value"].device

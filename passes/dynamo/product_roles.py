@@ -32,13 +32,15 @@ _VIEWS = frozenset(
 ) | {"unsqueeze", "view", "view_as"}  # "getattr" is what Dynamo calls for `x.T` and `x.mT`
 _CASTS = frozenset(("bfloat16", "clone", "detach", "float", "half", "to", "type", "type_as"))
 _PARTS = frozenset(("chunk", "getitem", "narrow", "select", "split"))
-_SUMS = frozenset(("add", "add_", "cat", "concat", "copy_", "iadd", "isub", "neg", "setitem", "stack", "sub", "sub_"))
+_SUMS = frozenset(
+    ("add", "add_", "cat", "concat", "copy_", "iadd", "index_add_", "isub", "mean", "neg", "setitem", "stack", "sub")
+) | {"sub_", "sum"}
 _SCALINGS = frozenset(("div", "div_", "imul", "itruediv", "mul", "mul_", "truediv"))
-"""Linear in the first operand if the second is one number."""
+"""Linear in one operand if the other is one number."""
 
 
 @dataclass(frozen=True)
-class Product:
+class FunctionMatmul:
     """What a matmul in a Function is.
 
     roles: of its two operands, as in `MatmulSignature`. late: True if the backward computes it. forward: the product of
@@ -55,7 +57,7 @@ class Product:
 _OUTPUT: tuple[Role, Role] = ("input", "weight")
 
 
-def products_of(graphs: FunctionGraphs, names: Names) -> dict[fx.Node, Product]:
+def products_of(graphs: FunctionGraphs, names: Names) -> dict[fx.Node, FunctionMatmul]:
     """Return what each matmul in a Function is."""
     return _Roles(graphs, names).products()
 
@@ -68,7 +70,7 @@ class _Roles:
         self.outputs: dict[fx.Node, MatmulSignature] = {}
         """The products of the forward that are outputs of layers."""
 
-    def products(self) -> dict[fx.Node, Product]:
+    def products(self) -> dict[fx.Node, FunctionMatmul]:
         matmuls = {
             node: signature
             for module in (self.graphs.forward, self.graphs.backward)
@@ -80,7 +82,7 @@ class _Roles:
         return {
             node: self._gradient(node, signature)
             if node in gradients
-            else Product("output", _OUTPUT, self._is_late(node))
+            else FunctionMatmul("output", _OUTPUT, self._is_late(node))
             for node, signature in matmuls.items()
         }
 
@@ -102,17 +104,17 @@ class _Roles:
 
         return any(self._is_late(node) and self.graphs.positions(node) for node in reach([product], carried))
 
-    def _gradient(self, node: fx.Node, signature: MatmulSignature) -> Product:
+    def _gradient(self, node: fx.Node, signature: MatmulSignature) -> FunctionMatmul:
         a, b = _operands(node, signature)
         late = self._is_late(node)
         known = [(late and x not in self.from_gradient) or (not late and self._is_input(x)) for x in (a, b)]
         if known[0] == known[1]:  # a product of two gradients, for example
-            return Product("output", _OUTPUT, late, told=False)
+            return FunctionMatmul("output", _OUTPUT, late, told=False)
         value = a if known[0] else b
         role, forward = self._role_in_forward(value)
         kind: Kind = "grad_input" if role == "weight" else "grad_weight"
         roles: tuple[Role, Role] = (role, "grad_output") if value is a else ("grad_output", role)
-        return Product(kind, roles, late, forward=forward)
+        return FunctionMatmul(kind, roles, late, forward=forward)
 
     def _is_input(self, operand: fx.Node) -> bool:
         origin = self._origin(operand)
@@ -141,15 +143,18 @@ class _Roles:
 def without_views(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
     """Return the views that lead to `node`, the last first, and then the tensor that they are views of.
 
-    Only [node] if something may be written into that tensor before `reader` reads the view.
+    Only [node] if something may be written into that tensor, or into a view or copy of it, before `reader` reads it.
     """
     chain = [node]
     while chain[-1].op in ("call_function", "call_method") and name_of(chain[-1]) in _VIEWS:
-        chain.append(chain[-1].all_input_nodes[0])
-    storage = storage_of(chain[-1].meta.get("example_value"))
+        source = chain[-1].all_input_nodes[0]
+        if not _is_tensor(source) or _value(source).dtype != _value(node).dtype:
+            break  # `view` may also read the bits as another dtype
+        chain.append(source)
+    storages = {storage_of(_value(n)) for n in chain}
     between = itertools.takewhile(lambda n: n is not reader, _after(chain[-1]))
     writing = (n for n in between if mutates(n))
-    if any(storage_of(x.meta.get("example_value")) == storage for n in writing for x in n.all_input_nodes):
+    if any(_is_tensor(x) and storage_of(_value(x)) in storages for n in writing for x in n.all_input_nodes):
         return [node]
     return chain
 
@@ -168,6 +173,11 @@ def _is_tensor(x: object) -> bool:
     return isinstance(x, fx.Node) and isinstance(x.meta.get("example_value"), Tensor)
 
 
+def _value(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["example_value"]
+    return value
+
+
 def _read_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield what depends on a node: what reads it, and the tensors into which it is written."""
     for user in node.users:
@@ -180,7 +190,8 @@ def _carried(node: fx.Node) -> Iterator[fx.Node]:
     """Yield what is linear in a node, with a number as the factor: results of such ops, and tensors they write into."""
     for user in node.users:
         name = name_of(user)
-        if name in _VIEWS | _CASTS | _PARTS | _SUMS or (name in _SCALINGS and _is_number(user.args[1], node)):
+        by_number = name in _SCALINGS and all(_is_number(x) for x in user.args if x is not node)
+        if by_number or name in _VIEWS | _CASTS | _PARTS | _SUMS:
             yield user
             if mutates(user):
                 yield from _written(user)
@@ -196,9 +207,6 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
         yield node.all_input_nodes[0]
 
 
-def _is_number(factor: Any, node: fx.Node) -> bool:
-    """Return whether a factor of `node` is a number, or a tensor with one element."""
-    if not isinstance(factor, fx.Node):
-        return True
-    value = factor.meta.get("example_value")
-    return factor is not node and (not isinstance(value, Tensor) or value.dim() == 0)
+def _is_number(factor: Any) -> bool:
+    """Return whether a factor is a number, or a tensor with one element."""
+    return not _is_tensor(factor) or _value(factor).dim() == 0

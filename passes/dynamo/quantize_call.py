@@ -22,7 +22,7 @@ from fp8pass.options import overrides
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import NewSlot, Weight
 from fp8pass.passes.dynamo.check_matmul import CheckedCall
-from fp8pass.passes.dynamo.product_roles import Product, without_views
+from fp8pass.passes.dynamo.product_roles import FunctionMatmul, without_views
 from fp8pass.passes.dynamo.quantizers import Pair, is_uniform, quantizers, quantizers_of_product, with_weight_of_now
 from fp8pass.quant import ops, sharded
 from fp8pass.quant.wrapper_tensor import Fp8Weight
@@ -59,7 +59,7 @@ class Walk:
         self.by_columns: set[fx.Node] = set()
         self.weights: dict[fx.Node, Weight] = {}
         self.calls: Counter[Any] = Counter()
-        self.products: dict[fx.Node, Product] = {}
+        self.products: dict[fx.Node, FunctionMatmul] = {}
         self.saved: dict[fx.Node, fx.Node] = {}
         self.slot_of: dict[Hashable, NewSlot] = {}
 
@@ -117,7 +117,7 @@ class QuantizeCall:
         return pairs
 
     def _quantizers_of_product(
-        self, product: Product, operands: tuple[Tensor, Tensor], units: Mapping[Kind, overrides.Unit]
+        self, product: FunctionMatmul, operands: tuple[Tensor, Tensor], units: Mapping[Kind, overrides.Unit]
     ) -> dict[Kind, Pair]:
         """Return the quantizers of a matmul in a Function, as those of an output: it has no other products."""
         trial = overrides.current()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.matmul_calls import Dims
-from fp8pass.passes.dynamo.product_roles import Product
+from fp8pass.passes.dynamo.product_roles import FunctionMatmul
 from fp8pass.quant import ops
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
@@ -80,7 +80,7 @@ def quantizers(
 
 
 def quantizers_of_product(
-    product: Product, recipe: Recipe, dims: Dims, operands: Sequence[Tensor], name: str
+    product: FunctionMatmul, recipe: Recipe, dims: Dims, operands: Sequence[Tensor], name: str
 ) -> Pair | Reject:
     """Return the quantizers of the operands of a matmul in a Function, as `quantizers` does."""
     if product.kind in recipe.high_precision:

@@ -46,8 +46,8 @@ class Layers(nn.Module):
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
         super().__init__()
-        store = dist.FileStore(str(Path(tempfile.mkdtemp(), "store")), 1)  # type: ignore[no-untyped-call]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        file = Path(tempfile.mkdtemp(), "ranks")
+        dist.init_process_group("gloo", init_method=file.as_uri(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(1, 1)
         config = ModelParallelConfig(params_dtype=torch.float32, use_cpu_initialization=True)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from fp8pass.compiler.dynamo_passes import pieces_of
 from fp8pass.graph.annotation import graphs_of
 from fp8pass.options.config import Config
 from fp8pass.passes.common.matmul_calls import signature_of
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import DelayedScaling, StaticScaling
 from tests.helpers import oracle
 from tests.helpers.annotate import annotation
 from tests.helpers.functions import (
@@ -28,6 +29,7 @@ from tests.helpers.functions import (
     GramFunction,
     LinearFunction,
     Lora,
+    LoraFunction,
     OfTwo,
     SignFunction,
     WithLoss,
@@ -71,7 +73,7 @@ def kinds(model: nn.Module, **config: Any) -> list[str]:
     """Return the products of the model's Functions, forwards and backwards in the order of the graphs."""
     a = annotation(model, batches()[0], **config)
     told = [
-        custom.get(IN_FORWARD) or custom.get(IN_BACKWARD)
+        custom.get(IN_FORWARD, custom.get(IN_BACKWARD, (-1, "")))
         for graph in graphs_of(a.module)
         for node in graph.graph.nodes
         if signature_of(node) is not None and {IN_FORWARD, IN_BACKWARD} & {*(custom := node.meta.get("custom") or {})}
@@ -304,3 +306,42 @@ def test_through_inductor() -> None:
     for mine, theirs in zip(found, reference, strict=True):
         for key, value in theirs.items():
             assert sqnr(value.double(), mine[key].double()) > 30, key
+
+
+@pytest.mark.compiled
+def test_calibrated_scales() -> None:
+    """The backward of a Function records amaxes, too: training with static scales finds one for each tensor."""
+    model = make(FunctionBlock)
+    scales = fp8pass.calibrate(model, batches(), loss=lambda y: y.square().mean())
+    assert len(scales) == 6
+    with verdicts() as report:
+        (found,) = train(model, compiled(model, recipe=StaticScaling(scales), strict=True), batches(1))
+    assert len(report.rewritten) == 6
+    (exact,) = train(make(FunctionBlock), make(FunctionBlock), batches(1))
+    assert sqnr(exact["output"], found["output"]) > 20
+
+
+class FrozenBase(nn.Linear):
+    """A frozen layer whose forward is a Function, as libraries replace it."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 48, bias=False)
+        self.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(16, 32) * 0.1), nn.Parameter(torch.randn(48, 16) * 0.1)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        y: Tensor = LoraFunction.apply(input, self.weight, self.a, self.b, 2.0)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.compiled
+def test_a_frozen_weight_in_fp8_is_read_in_high_precision() -> None:
+    model = make(FrozenBase)
+    exact = copy.deepcopy(model)
+    assert fp8pass.freeze(model)
+    with verdicts() as report:
+        (found,) = train(model, compiled(model), batches(1))
+    assert {gemm.rule for gemm in report.declined} == {"gathered in FP8"} and len(report.declined) == 2
+    (wanted,) = train(exact, exact, batches(1))
+    for key, value in wanted.items():
+        assert torch.cosine_similarity(value.flatten(), found[key].flatten(), 0) > 0.97, key
