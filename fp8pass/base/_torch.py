@@ -686,6 +686,11 @@ def instead_of_compiled(
             return compiled
         result: Any = functools.update_wrapper(instead(fn, compiled, options), compiled)
         result._torchdynamo_wrapper_id = id(result)  # Dynamo takes no other function for torch.compile's
+        module = getattr(fn, "__self__", None)
+        if isinstance(
+            module, torch.nn.Module
+        ):  # transformers' Trainer gives a model only the columns that its forward takes
+            result.__signature__ = inspect.signature(module.forward)
         skip_code(result.__code__)
         return result
 

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what the framework's own imports warn of
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import Trainer, TrainingArguments
 
     from fp8pass.integrations.accelerate import Accumulation, Fp8Plugin
 
@@ -134,6 +135,34 @@ def with_accelerate(folder: str, regional: bool, resume: bool) -> dict[str, Any]
 def whole_and_resumed(regional: bool) -> dict[str, dict[str, Any]]:
     with shared_folder() as folder:
         return {name: with_accelerate(folder, regional, name == "resumed") for name in ("whole", "resumed")}
+
+
+class WithLoss(Model):
+    """The model as transformers' Trainer takes it: its forward names the columns, and returns the loss."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return {"loss": (super().forward(x) - x.flip(1)).square().mean()}
+
+
+@on_ranks(2)
+def given_a_compiled_model() -> Any:
+    """Train by the Trainer a model that is compiled in place, and the module that `torch.compile` returns."""
+    results = {}
+    rows = [{"x": x, "other": torch.zeros(())} for x in data()]
+    for how in ("in place", "returned"):
+        with shared_folder() as folder:
+            model = make(WithLoss)
+            if how == "in place":
+                model.compile(backend="fp8pass", options=OPTIONS)
+            given = model if how == "in place" else torch.compile(model, backend="fp8pass", options=OPTIONS)
+            arguments = TrainingArguments(
+                folder, max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
+                disable_tqdm=True, logging_strategy="no",
+            )  # fmt: skip
+            trainer = Trainer(given, arguments, train_dataset=rows)
+            trainer.train()
+            results[how] = found(model, [], wrapper=type(trainer.model_wrapped).__name__)
+    return results
 
 
 @on_ranks(2, variant=True)
@@ -462,3 +491,11 @@ def test_the_environment_chooses_the_recipe_of_a_plain_script(launcher: str, tmp
     assert len(reports) == 2
     for report in reports:
         assert report.count("rowwise") == 5 and "5 of 5 matmuls in FP8" in report
+
+
+def test_the_trainer_trains_what_torch_compile_returns() -> None:
+    """It gives it the columns that the model's forward names, and DDP, without an import of fp8pass."""
+    first, second = given_a_compiled_model()
+    for run_of_rank in (first, second):
+        same(run_of_rank["returned"], first["in place"])
+        assert run_of_rank["returned"]["wrapper"] == "DistributedDataParallel"
