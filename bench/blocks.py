@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8pass.recipes import DelayedScaling, register_recipe
+
 TOKENS, WIDTH, DTYPE = 8192, 4096, torch.bfloat16
+
+
+@register_recipe("requantize")
+def requantize() -> DelayedScaling:
+    """Return delayed scaling that answers saturation in the step, for `fp8pass inspect --recipe requantize`."""
+    return DelayedScaling(on_saturation="requantize")
 
 
 class LlamaMLP(nn.Module):

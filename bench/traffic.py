@@ -1,6 +1,6 @@
 """Count the bytes that a training step reads and writes around its matmuls, and the kernels that it launches for this.
 
-    python bench/traffic.py [--target h100] [--blocks llama_mlp ...] [--optimizer AdamW] [--json FILE]
+    python bench/traffic.py [--target h100] [--blocks llama_mlp ...] [--optimizer AdamW] [--requantize] [--json FILE]
 
 Prints a table. With an optimizer, the step includes its compiled update, which rows of fp8pass compile with
 `fp8pass.train_step`. Nothing is measured: Inductor generates the code for the GPU, on any machine, and its scheduler
@@ -13,6 +13,7 @@ bytes in all rows.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import asdict, replace
@@ -26,7 +27,9 @@ from fp8pass.inspect.inspector import InspectedRun, Inspection, inspect  # noqa:
 BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
 FUSED = "fp8pass delayed, fused"
 """The row with `epilogues="always"`."""
-ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", FUSED, "fp8pass rowwise")
+AGAIN = "fp8pass requantize"
+"""The row with `on_saturation="requantize"`, in steps that saturate nothing."""
+ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", AGAIN, FUSED, "fp8pass rowwise")
 
 
 def around_matmuls(run: InspectedRun) -> tuple[int, int, int]:
@@ -39,13 +42,18 @@ def around_matmuls(run: InspectedRun) -> tuple[int, int, int]:
     return moved, len(triton), len(others)
 
 
-def inspected(block: str, target: str, optimizer: str | None = None) -> list[Inspection]:
-    """Inspect a block with two recipes, each beside torchao's of the same granularity, and with fused matmuls."""
+def inspected(block: str, target: str, optimizer: str | None = None, again: bool = False) -> list[Inspection]:
+    """Inspect a block with two recipes, each beside torchao's of the same granularity, and with fused matmuls.
+
+    again: also with saturation answered in the step.
+    """
     pairs = (("delayed", "torchao:tensorwise"), ("rowwise", "torchao:rowwise"))
     spec = f"bench.blocks:{block}"
     fused = inspect(spec, target, "delayed", optimizer=optimizer, options={"epilogues": "always"})
     fused = replace(fused, runs=(replace(fused.runs[0], name=FUSED),))
-    return [*(inspect(spec, target, recipe, peer=peer, optimizer=optimizer) for recipe, peer in pairs), fused]
+    importlib.import_module("bench.blocks")  # registers the recipe
+    more = [inspect(spec, target, "requantize", optimizer=optimizer)] if again else []
+    return [*(inspect(spec, target, recipe, peer=peer, optimizer=optimizer) for recipe, peer in pairs), fused, *more]
 
 
 def table(found: dict[str, list[Inspection]]) -> str:
@@ -69,9 +77,10 @@ def main() -> None:
     parser.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
     parser.add_argument("--blocks", nargs="+", default=BLOCKS, help="factories in bench/blocks.py (default: all)")
     parser.add_argument("--optimizer", help="a class of torch.optim, whose update counts too (default: no update)")
+    parser.add_argument("--requantize", action="store_true", help='also with on_saturation="requantize"')
     parser.add_argument("--json", type=Path, help="a file to write all kernels to")
     args = parser.parse_args()
-    found = {block: inspected(block, args.target, args.optimizer) for block in args.blocks}
+    found = {block: inspected(block, args.target, args.optimizer, args.requantize) for block in args.blocks}
     print(table(found))
     if args.json is not None:
         everything = {block: [asdict(i) for i in of] for block, of in found.items()}

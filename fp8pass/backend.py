@@ -28,6 +28,7 @@ from fp8pass.options.unmatched import check_compiled
 from fp8pass.passes.dynamo.slow_matmuls import warn_of_slow_matmuls
 from fp8pass.passes.update.written import written
 from fp8pass.states.model_state import goes_along_with_model
+from fp8pass.states.saturation import watch
 from fp8pass.states.slots import registry
 from fp8pass.states.static_scales import fill
 from fp8pass.weights.update_key import TensorRef
@@ -87,6 +88,7 @@ def _prepare() -> None:
     watch_compilations()
     cut_at_layers()
     registry.on_new += [goes_along_with_model, fill]
+    registry.on_step.append(watch)
 
 
 # at import: torch calls no function of a backend between its lookup, which imports this file, and the first graph

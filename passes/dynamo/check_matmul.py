@@ -146,7 +146,9 @@ def check(
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
-    prediction = predict(target, (m, k, n), recipe, size, training, config.min_speedup)
+    by_blocks = isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)) and isinstance(m, int)
+    padded = -(-m // 16) * 16 if by_blocks else m  # see blockwise_mm.py
+    prediction = predict(target, (padded, k, n), recipe, size, training, config.min_speedup)
     return CheckedCall(node, signature, dims, recipe, prediction, (m, k, n))
 
 

@@ -5,7 +5,7 @@
              y: bf16[M, N] = mm(a, b)
     after    y: bf16[M, N] = _scaled_mm(a_q, permute(b_q), a_scale_inv by columns, permute(b_scale_inv), out_dtype=bf16)
 
-changes  nothing but rounding: scales are copied into the layouts that cuBLASLt takes
+changes  nothing but rounding: scales are copied into the layouts that cuBLASLt takes, and M is padded with zeros
 
 Blocks are 1x128, 128x128, or 1x32 with scales in e8m0, which are laid out in tiles of 128 rows by 4 blocks. A matmul
 that cannot be shown to fit a kernel is declined, and multiplies the same FP8 values in high precision.
@@ -13,11 +13,12 @@ that cannot be shown to fit a kernel is declined, and multiplies the same FP8 va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fp8pass.base._torch import FakeTensorMode
@@ -29,6 +30,7 @@ from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of, why_no_block_kernel
 from fp8pass.passes.common.patterns import ADDING_MATMULS, MATMULS, at, aten, dtype_name, prims
+from fp8pass.passes.common.view_ops import pad
 from fp8pass.passes.joint.list_matmuls import operands
 from fp8pass.passes.joint.operands import UNSCALED, Dequantize, dequantize
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
@@ -43,6 +45,11 @@ LIMITS = {
     },
 }
 """Lines of docs/limits.md: see `Reject`."""
+
+
+ROWS = 16
+"""M is padded to a multiple of it. cuBLASLt takes multiples of 4 (vllm-project/vllm#49932: others end in
+CUBLAS_STATUS_NOT_SUPPORTED), as each column of the M scales begins at a multiple of 16 bytes; torch checks no M."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +142,8 @@ def check(a: BlockOperand, b: BlockOperand, node: fx.Node, target: str | Target 
         raise Reject("form", f"{at(node)} adds a matrix to the product")
     if val(a.x_q).dtype is val(b.x_q).dtype is E5M2:
         raise Reject("e5m2 x e5m2", f"{sizes}: both operands are float8_e5m2, for which no GPU has a kernel")
-    if a.rows % 16 or b.rows % 16:
-        raise Reject("block size", f"{sizes}: kernels with scales for blocks need M and N that are multiples of 16")
+    if b.rows % 16:
+        raise Reject("block size", f"{sizes}: kernels with scales for blocks need N that is a multiple of 16")
     if kind == "mxfp8":
         return
     # cuBLASLt's documentation, "128-element 1D and 128x128 2D Block Scaling"
@@ -198,15 +205,26 @@ def _scaled(build: Builder, node: fx.Node, a: BlockOperand, b: BlockOperand) -> 
         turned = emit(aten.permute.default, x.x_q, [1, 0])
         return emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
 
-    dtype = val(node).dtype
+    dtype, lacking = val(node).dtype, -a.rows % ROWS
+    first, second = rows(a), rows(b)
+    if lacking:
+        first = pad(first, [0, 0, 0, lacking], val(first).dtype, emit)
     out_dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
     layout_a, layout_b = (tiles, tiles) if a.is_e8m0 else (_layout_of_a(a), _layout_of_b(b))
+    if lacking and not a.is_e8m0:  # `tiles` fills up rows itself
+        layout_a = _padded(layout_a, lacking)
     (scale_a,), (scale_b,) = build.inline(node, layout_a, a.scale_inv), build.inline(node, layout_b, b.scale_inv)
-    columns = emit(aten.permute.default, rows(b), [1, 0])
+    columns = emit(aten.permute.default, second, [1, 0])
     # False: no fast accumulation, with which Hopper's tensor cores accumulate in less than float32
-    y = emit(aten._scaled_mm.default, rows(a), columns, scale_a, scale_b, None, None, out_dtype, False)
+    y = emit(aten._scaled_mm.default, first, columns, scale_a, scale_b, None, None, out_dtype, False)
+    y = emit(aten.slice.Tensor, y, 0, 0, a.rows) if lacking else y
     y = y if out_dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
     return y if val(node).dim() == 2 else emit(aten.view.default, y, list(val(node).shape))
+
+
+def _padded(layout: Callable[[Tensor], Tensor], lacking: int) -> Callable[[Tensor], Tensor]:
+    """Return a layout of scales with as many rows more, which belong to rows of zeros."""
+    return lambda scale_inv: layout(F.pad(scale_inv, (0, 0, 0, lacking), value=1.0))
 
 
 def _by_columns(scale_inv: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ CASES: dict[str, tuple[Any, bool, tuple[int, int, int], torch.dtype]] = {
     "1x128 by 128x128, transposed": ((quantizer(BLOCKWISE, 1), quantizer(BLOCKWISE, 1, True)), False, (48, 512, 256), F32),
     "128x128 by 1x128": ((quantizer(BLOCKWISE, 1, True), quantizer(BLOCKWISE, 0)), False, (256, 512, 48), BF16),
     "1x128 by 1x128": ((quantizer(BLOCKWISE, 1), quantizer(BLOCKWISE, 0)), False, (48, 384, 80), F16),
+    "1x128 by 128x128, a last batch": ((quantizer(BLOCKWISE, 1), quantizer(BLOCKWISE, 1, True)), True, (41, 512, 256), BF16),
+    "1x128 by 1x128, a last batch": ((quantizer(BLOCKWISE, 1), quantizer(BLOCKWISE, 0)), False, (3, 384, 80), F16),
+    "1x32 by 1x32, a last batch": ((quantizer(MX, 1), quantizer(MX, 1)), True, (129, 96, 160), BF16),
     "1x32 by 1x32": ((quantizer(MX, 1), quantizer(MX, 1)), True, (48, 96, 160), BF16),
     "1x32 by 1x32 of columns": ((quantizer(MX, 1), quantizer(MX, 0)), False, (144, 352, 48), F32),
     "1x32 of e5m2 by 1x32": ((quantizer(MX, 1, dtype=E5M2), quantizer(MX, 0)), False, (48, 96, 160), BF16),
@@ -94,6 +97,7 @@ def test_rewritten_for_the_gpu_that_has_the_kernel(case: str) -> None:
         assert (scale_a.dim(), scale_b.dim()) == (1, 1)
         return
     m, k, n = CASES[case][2]
+    m = -(-m // 16) * 16  # padded
     strides = {"1x128": ((1, m), (n, 1)), "128x128": ((k // 128, 1), (1, k // 128))}
     kinds = case.partition(",")[0].split(" by ")
     assert (scale_a.stride(), scale_b.stride()) == (strides[kinds[0]][0], strides[kinds[1]][1])
@@ -163,7 +167,7 @@ ROWS, COLUMNS, SQUARE = quantizer(BLOCKWISE, 1), quantizer(BLOCKWISE, 0), quanti
 REFUSALS: dict[str, tuple[Any, tuple[tuple[int, int], tuple[int, int]], str, str]] = {
     "another GPU": (lambda a, b: torch.mm(ROWS(a), COLUMNS(b)), ((32, 256), (256, 32)), "b200 is sm_100", "b200"),
     "one side": (lambda a, b: torch.mm(ROWS(a), b), ((32, 256), (256, 32)), "one operand has a scale for each block", "h100"),
-    "M": (lambda a, b: torch.mm(ROWS(a), COLUMNS(b)), ((24, 256), (256, 32)), r"\[24, 256\] by \[256, 32\]: .* multiples of 16", "h100"),
+    "N": (lambda a, b: torch.mm(ROWS(a), COLUMNS(b)), ((32, 256), (256, 24)), r"\[32, 256\] by \[256, 24\]: .* a multiple of 16", "h100"),
     "both square": (lambda a, b: torch.mm(SQUARE(a), SQUARE(b)), ((128, 512), (512, 128)), "both operands have 128x128 blocks", "h100"),
     "K of square": (lambda a, b: torch.mm(ROWS(a), SQUARE(b)), ((32, 256), (256, 128)), "K a multiple of 512", "h100"),
     "one block": (lambda a, b: torch.mm(ROWS(a), COLUMNS(b)), ((32, 128), (128, 32)), "one block along K", "h100"),

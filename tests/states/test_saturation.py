@@ -1,0 +1,73 @@
+"""The warning of steps that saturated much under delayed scaling."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8pass.recipes import DelayedScaling
+from fp8pass.states import saturation
+from fp8pass.states.saturation import MUCH, overshoots
+from tests.helpers.harness import compiled
+from tests.helpers.models import make
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saturation, "_has_warned", False)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+
+def trained(inputs: Iterator[Tensor], **options: Any) -> list[str]:
+    """Train on these inputs; return what was warned of saturation."""
+    model = make(layers)
+    run = compiled(model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in inputs:
+            run(x).square().mean().backward()
+    return [str(w.message) for w in caught if "as their delayed scales allow" in str(w.message)]
+
+
+def inputs(factor: Callable[[int], float], steps: int = 12) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(16, 32, generator=generator) * factor(i) for i in range(steps))
+
+
+@pytest.mark.passes
+@pytest.mark.parametrize(("algo", "wanted"), [("max", [8.0, 0.5, 0.0]), ("most_recent", [8.0, 4.0, 0.0])])
+def test_overshoots(algo: str, wanted: list[float]) -> None:
+    """Newest first: a jump, a rise that an older amax has seen already, and a slot that has begun."""
+    history = torch.tensor([[16.0, 4.0, 3.0], [2.0, 1.0, 0.0], [1.0, 8.0, 0.0], [2.0, 1.0, 0.0]])
+    assert overshoots(history, 1, algo, 0).tolist() == wanted
+    assert overshoots(history, 1, algo, 1).tolist() == [x / 2 for x in wanted]
+    assert overshoots(torch.full((4, 1), float("nan")), 2, algo, 0).tolist() == [0]
+
+
+@pytest.mark.compiled
+def test_a_jump_is_warned_of_once() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    (said,) = trained(inputs(lambda i: 1000 if i >= 5 else 1), recipe=recipe)
+    assert said.startswith("fp8pass: ") and "0.input 1" in said and "on_saturation='requantize'" in said
+    assert trained(inputs(lambda i: 1000 if i >= 5 else 1), recipe=recipe) == [], "a second model"
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("factor", "options"),
+    [
+        (lambda i: 1.0, {}),
+        (lambda i: MUCH / 4 if i >= 5 else 1, {}),
+        (lambda i: 1000 if i >= 5 else 1, {"on_saturation": "requantize"}),
+    ],
+)
+def test_what_is_not_warned_of(factor: Callable[[int], float], options: dict[str, Any]) -> None:
+    assert trained(inputs(factor), recipe=DelayedScaling(amax_history_len=4, **options)) == []
