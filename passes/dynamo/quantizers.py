@@ -44,8 +44,8 @@ LIMITS = {
             '`fp8pass.freeze(model, scales="tensor")`',
         ),
         "block size": (
-            "the summed size is not a multiple of 128 (or 32), N is not a multiple of 16, or a weight can't be cut into "
-            "128x128; a last batch with an odd M is padded, but its weight's gradient sums over M",
+            "the summed size is not a multiple of 128 (or 32), N is not a multiple of 16, or a weight can't be cut "
+            "into 128x128; a last batch with an odd M is padded, but its weight's gradient sums over M",
             'pad the layer, or use `"rowwise"` for it',
         ),
     },
