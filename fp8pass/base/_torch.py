@@ -341,7 +341,9 @@ def hint_of(size: Any) -> Any:
 def known_values(env: Any) -> dict[Any, int]:
     """Return the values that the symbols of a shape environment had in the call that is compiled."""
     values = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
-    return {symbol: int(value) for symbol, value in (env.var_to_val if values is None else values).items()}
+    known = (env.var_to_val if values is None else values).items()
+    # a jagged tensor has a symbol that stands for its lengths, not for a number
+    return {symbol: int(value) for symbol, value in known if isinstance(value, int) or value.is_Integer}
 
 
 def example_of(env: Any, symbol: Any) -> int:

@@ -886,3 +886,19 @@ def test_modes(mode: str | None) -> None:
     run = torch.compile(model, backend="fp8pass", mode=mode)
     for _ in range(2):
         assert sqnr(model(x), run(x)) > 27
+
+
+@pytest.mark.compiled
+def test_jagged_tensors_of_any_lengths_have_one_graph() -> None:
+    """One symbol of a nested tensor stands for its lengths, and is no number."""
+    model = make(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    exact = copy.deepcopy(model)
+    with verdicts() as report:
+        run = compiled(model, strict=True)
+        for lengths in ((5, 9, 30), (4, 40, 3), (17, 2, 8)):
+            rows = [torch.randn(n, 32) for n in lengths]
+            nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+            y = run(nested)
+            y.values().square().mean().backward()
+    assert report.graphs == 1 and len(report.rewritten) == 5
+    assert sqnr(exact(torch.cat(rows)), y.values()) > 20
