@@ -381,7 +381,22 @@ class Outside(TorchDispatchMode):
             what = f"in the kernel {matmul.op}" if matmul.in_kernel else "a time step of a recurrent layer"
             why = f"{what}, which has no form in FP8: a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell runs in FP8"
             return LeftOut("recurrent", f"{why}; {outside}" if outside else why)
-        return Reject("outside", outside)
+        return Reject("outside", outside + _advice_of_experts(matmul.stack))
+
+
+def _advice_of_experts(stack: _CallStack) -> str:
+    """Return how transformers multiplies experts in a graph, if a matmul ran in its loop over experts; "" if not."""
+    in_loop = any(
+        "Experts" in type(module).__name__
+        and getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager"
+        for module in stack.modules
+    )
+    if not in_loop:
+        return ""
+    return (
+        ". It is in a loop over experts: model.set_experts_implementation('grouped_mm') of transformers multiplies all "
+        "experts at once, in the graph"
+    )
 
 
 def _add(stack: _CallStack, frame: FrameType) -> None:

@@ -366,6 +366,9 @@ def test_mixtral() -> None:
     rows = 32 * 2
     assert sum(g.flops for g in found) == 3 * 2 * rows * (32 * 96 + 48 * 32)
     assert not outside(report)
+    looped = MixtralForCausalLM._from_config(config, experts_implementation="eager")
+    (reason,) = {g.reason for g in outside(fp8pass.explain(looped, torch.randint(96, (2, 16))))}
+    assert "model.set_experts_implementation('grouped_mm')" in reason
 
 
 def test_matmuls_of_user_functions_and_hooks() -> None:

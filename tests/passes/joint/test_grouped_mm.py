@@ -323,6 +323,27 @@ def test_rows_of_no_expert_change_nothing() -> None:
 
 
 @pytest.mark.compiled
+@pytest.mark.shares_code
+def test_any_router_over_memory_full_of_nan() -> None:
+    """By the kernel's formula on a CPU: torch fills new memory with NaN, and none comes out of rows that tokens have."""
+    torch.manual_seed(0)
+    experts = Experts()
+    function = compiled(experts, **H100)
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # with which new memory is filled
+    try:
+        for i in range(100):
+            ends = torch.randint(0, 58, (4,), generator=torch.Generator().manual_seed(i)).sort().values
+            ends[3] = ends[3].clamp(min=1)
+            found = trained(function, experts, tokens(float("nan")), ends.int())
+            assert all(x.isfinite().all() for x in found), ends
+            sizes = ends.diff(prepend=torch.zeros(1))
+            assert all(bool(g[e].any()) == bool(sizes[e] > 0) for g in found[2:] for e in range(4)), ends
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+@pytest.mark.compiled
 def test_batches_of_experts_are_one_matmul() -> None:
     """There are more experts than `_scaled_mm` would be called for."""
     torch.manual_seed(0)
