@@ -57,7 +57,7 @@ from collectives import (
 )
 
 from fp8pass.hardware import TARGETS, Target
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import KINDS, DelayedScaling
 from fp8pass.roofline import call_seconds, memory_seconds, overhead_seconds, predicted_speedup
 
 GPUS = (8, 64, 512, 4096)
@@ -176,18 +176,18 @@ def compute_seconds(step: Step, target: Target, way: Way) -> float:
     block = 0.0
     for name, (rows, columns) in model.linears(layout.tensor).items():
         recipe = DelayedScaling() if name in way.taken else None
-        block += call_seconds(target, tokens, columns, rows, recipe, 2, training=True)
+        block += call_seconds(target, tokens, columns, rows, recipe, 2, KINDS)
         if recipe is not None:
-            block += overhead_seconds(target, tokens, columns, rows, recipe, 2, training=True, fused=True)
+            block += overhead_seconds(target, tokens, columns, rows, recipe, 2, KINDS, fused=True)
         if layout.recompute:
-            block += call_seconds(target, tokens, columns, rows, recipe, 2, training=False)
+            block += call_seconds(target, tokens, columns, rows, recipe, 2, KINDS[:1])
             if recipe is not None:
-                block += overhead_seconds(target, tokens, columns, rows, recipe, 2, training=False, fused=True)
+                block += overhead_seconds(target, tokens, columns, rows, recipe, 2, KINDS[:1], fused=True)
     operations = (2 * (1 + layout.recompute) + 5) * tokens * step.length * model.width / layout.tensor
     block += operations / (target.bf16_peak * ATTENTION_SHARE)
     moved = tokens * (WIDTH_BYTES * model.width + HIDDEN_BYTES * model.hidden) / layout.tensor
     block += memory_seconds(target, moved * (1 + layout.recompute / 3))
-    head = call_seconds(target, tokens, model.width, model.vocab // layout.tensor, None, 2, training=True)
+    head = call_seconds(target, tokens, model.width, model.vocab // layout.tensor, None, 2, KINDS)
     logits = memory_seconds(target, LOGIT_BYTES * tokens * model.vocab / layout.tensor)
     update = memory_seconds(target, UPDATE * model.parameters / layout.ranks)
     return float(model.layers * block + head + logits + update)

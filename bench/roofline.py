@@ -40,7 +40,7 @@ from fp8pass.base.scaling import E4M3
 from fp8pass.gpu.target import named
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target, as_published, sizes
-from fp8pass.recipes import BUILT_IN, NAMED, Recipe
+from fp8pass.recipes import BUILT_IN, KINDS, NAMED, Recipe
 from fp8pass.roofline import (
     ROWS,
     call_seconds,
@@ -99,10 +99,10 @@ class Point:
     def _product(self, shape: tuple[int, int, int], recipe: Recipe) -> tuple[float, float]:
         target, (m, k, n) = self.target, shape
         if self.op == "linear_fwd_bwd":
-            wide = call_seconds(target, *shape, None, 2, True)
-            narrow = call_seconds(target, *shape, recipe, 2, True)
+            wide = call_seconds(target, *shape, None, 2, KINDS)
+            narrow = call_seconds(target, *shape, recipe, 2, KINDS)
             if not self.sum_loss:
-                return wide, narrow + overhead_seconds(target, *shape, recipe, 2, True)
+                return wide, narrow + overhead_seconds(target, *shape, recipe, 2, KINDS)
             narrow += quantize_seconds(target, m * k, recipe, "input", 2, both=True)
             narrow += quantize_seconds(target, k * n, recipe, "weight", 2, both=True)
             narrow += memory_seconds(target, 2 * m * n, "transposed_share")

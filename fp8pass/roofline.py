@@ -168,11 +168,11 @@ def _seconds(
     return sum(memory_seconds(target, kernel.bytes * elements, kernel.share) for kernel in kernels)
 
 
-def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
-    """Return the matmuls of a call that run in FP8."""
+def _fp8_kinds(recipe: Recipe, kinds: Sequence[Kind]) -> list[Kind]:
+    """Return those of a call's matmuls that run in FP8."""
     of_output_only = isinstance(recipe, Calibration) or (isinstance(recipe, StaticScaling) and not recipe.trains)
-    kinds = KINDS if training and not of_output_only else KINDS[:1]
-    return [kind for kind in kinds if kind not in recipe.high_precision]
+    allowed = KINDS[:1] if of_output_only else KINDS
+    return [kind for kind in kinds if kind in allowed and kind not in recipe.high_precision]
 
 
 def overhead_seconds(
@@ -182,21 +182,23 @@ def overhead_seconds(
     n: Size,
     recipe: Recipe,
     element_size: int,
-    training: bool,
+    kinds: Sequence[Kind],
     fused: bool = False,
+    ready: bool = False,
 ) -> Seconds:
     """Predict the time of all quantizing for the matmuls of one call, [M, K] by [K, N].
 
-    element_size: bytes of an element in high precision. fused: the kernels that make the input and the output's
+    element_size: bytes of an element in high precision. kinds: the matmuls that the call computes, with gradients of
+    what needs one. ready: the weight is in FP8 already. fused: the kernels that make the input and the output's
     gradient also quantize them. Inductor fuses so after a norm or an activation function, not after a matmul; without
     `fused`, the result is the most that quantizing can cost.
     """
     sizes: dict[Role, Size] = {"input": m * k, "weight": k * n, "grad_output": m * n}
     ways: dict[Role, set[bool]] = {}
-    for kind in _fp8_kinds(recipe, training):
+    for kind in _fp8_kinds(recipe, kinds):
         for role in FACTORS[kind]:
             ways.setdefault(role, set()).add(_is_turned(kind, role))
-    if isinstance(recipe, StaticScaling) and not training:
+    if ready or (isinstance(recipe, StaticScaling) and tuple(kinds) == KINDS[:1]):
         ways.pop("weight", None)  # quantized in advance
     return sum(
         _seconds(target, sizes[role], recipe, role, element_size, ways[role], fused and role != "weight")
@@ -205,18 +207,18 @@ def overhead_seconds(
 
 
 def call_seconds(
-    target: Target, m: Size, k: Size, n: Size, recipe: Recipe | None, element_size: int, training: bool
+    target: Target, m: Size, k: Size, n: Size, recipe: Recipe | None, element_size: int, kinds: Sequence[Kind]
 ) -> Seconds:
-    """Predict the time of the matmuls of one call: one, or three in training. recipe: None for high precision."""
+    """Predict the time of these matmuls of one call. recipe: None for high precision."""
     wide = torch.float32 if element_size == 4 else torch.bfloat16
     shapes: dict[Kind, tuple[Size, Size, Size]] = {
         "output": (m, k, n),
         "grad_input": (m, n, k),
         "grad_weight": (k, m, n),
     }
-    narrow = _fp8_kinds(recipe, training) if recipe is not None else []
+    narrow = _fp8_kinds(recipe, kinds) if recipe is not None else []
     total: Seconds = 0.0
-    for kind in KINDS if training else KINDS[:1]:
+    for kind in kinds:
         if recipe is not None and kind in narrow:
             fast = kind in recipe.fast_accum
             total += gemm_seconds(target, *shapes[kind], E4M3, element_size, scaling_of(recipe), fast)
@@ -232,15 +234,16 @@ def predicted_seconds(
     n: Size,
     recipe: Recipe,
     element_size: int = 2,
-    training: bool = True,
+    kinds: Sequence[Kind] = KINDS,
     fused: bool = False,
+    ready: bool = False,
 ) -> tuple[Seconds, Seconds] | None:
     """Predict a call's time in high precision, and in FP8 with all quantizing: see `predicted_speedup`."""
     if not has_kernel(recipe, target):
         return None
-    fp8 = call_seconds(target, m, k, n, recipe, element_size, training)
-    overhead = overhead_seconds(target, m, k, n, recipe, element_size, training, fused)
-    return call_seconds(target, m, k, n, None, element_size, training), fp8 + overhead
+    fp8 = call_seconds(target, m, k, n, recipe, element_size, kinds)
+    overhead = overhead_seconds(target, m, k, n, recipe, element_size, kinds, fused, ready)
+    return call_seconds(target, m, k, n, None, element_size, kinds), fp8 + overhead
 
 
 def predicted_speedup(
@@ -250,15 +253,16 @@ def predicted_speedup(
     n: Size,
     recipe: Recipe,
     element_size: int = 2,
-    training: bool = True,
+    kinds: Sequence[Kind] = KINDS,
     fused: bool = False,
+    ready: bool = False,
 ) -> Any:
     """Predict a call's time in high precision divided by its time in FP8 with quantizing; see `overhead_seconds`.
 
-    M, K, N in elements; in training the call's three matmuls count together. None if the recipe has no kernel on this
+    M, K, N in elements; the call's matmuls, three in training, count together. None if the recipe has no kernel on this
     kind of GPU. A sympy expression if one of the sizes is one.
     """
-    seconds = predicted_seconds(target, m, k, n, recipe, element_size, training, fused)
+    seconds = predicted_seconds(target, m, k, n, recipe, element_size, kinds, fused, ready)
     return None if seconds is None else seconds[0] / seconds[1]
 
 
@@ -274,8 +278,9 @@ def pays_from(
     n: Size,
     recipe: Recipe,
     element_size: int = 2,
-    training: bool = True,
+    kinds: Sequence[Kind] = KINDS,
     min_speedup: float = 1.0,
+    ready: bool = False,
 ) -> Intervals | None:
     """Solve the prediction for the size that varies: return where a call's predicted speed-up reaches `min_speedup`.
 
@@ -287,7 +292,7 @@ def pays_from(
         return None
     sizes = m, k, n
     (x,) = set().union(*(size.free_symbols for size in sizes if isinstance(size, sympy.Basic)))
-    if not _fp8_kinds(recipe, training):  # the two times are one, which no bisection needs to find out
+    if not _fp8_kinds(recipe, kinds):  # the two times are one, which no bisection needs to find out
         return ((1, None),) if min_speedup <= 1 else ()
     polynomials = [[float(c) for c in sympy.Poly(size, x).all_coeffs()] for size in sizes]
     if any(c < 0 for terms in polynomials for c in terms[:-1]):
@@ -296,7 +301,7 @@ def pays_from(
     def times(value: int) -> tuple[float, float]:
         # Horner's rule; a size such as 2 * x - 5 is below 0 for small x
         m, k, n = (max(0.0, functools.reduce(lambda total, c: total * value + c, p)) for p in polynomials)
-        seconds = predicted_seconds(target, m, k, n, recipe, element_size, training)
+        seconds = predicted_seconds(target, m, k, n, recipe, element_size, kinds, ready=ready)
         assert seconds is not None
         return seconds[0], seconds[1] * min_speedup
 
@@ -369,8 +374,8 @@ def merged_seconds(
     def seconds(n: int, chosen: Recipe | None) -> Seconds:
         around: Seconds = 0.0
         if chosen is not None:
-            around = overhead_seconds(target, m, k, n, chosen, element_size, training=True) - of_input
-        return call_seconds(target, m, k, n, chosen, element_size, training=True) + around
+            around = overhead_seconds(target, m, k, n, chosen, element_size, KINDS) - of_input
+        return call_seconds(target, m, k, n, chosen, element_size, KINDS) + around
 
     each = [(seconds(n, recipe), seconds(n, None)) for n in widths]
     added = (len(widths) - 1) * m * k * element_size / target.copy_rate

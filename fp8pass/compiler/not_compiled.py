@@ -47,6 +47,7 @@ from fp8pass.base.names import (
     without_wrappers,
 )
 from fp8pass.compiler.eager_matmuls import RunProduct, is_recurrent, products_of
+from fp8pass.graph.prediction import needed
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.sizes import expression
 from fp8pass.graph.verdict import Gemm
@@ -436,7 +437,8 @@ def _check_wanted(matmul: _Found, config: Config) -> None:
     recipe = recipe_of(gemm.name, config, m, k, n)
     if (target := hardware.target_of(matmul.device, config.target)) is None:
         return
-    gain = predicted_speedup(target, m, k, n, recipe, matmul.product_dtypes[2].itemsize, any(matmul.needs_gradients))
+    kinds = needed(*matmul.needs_gradients)
+    gain = predicted_speedup(target, m, k, n, recipe, matmul.product_dtypes[2].itemsize, kinds)
     if gain is not None and gain < config.min_speedup:
         raise LeftOut(
             "min_speedup",

@@ -11,13 +11,13 @@ import sympy
 from fp8pass.base._torch import example_of
 from fp8pass.graph.sizes import Size, expression, value_at
 from fp8pass.hardware import Target
-from fp8pass.recipes import Recipe
+from fp8pass.recipes import KINDS, Kind, Recipe
 from fp8pass.roofline import ROWS, Intervals, Seconds, pays_from, predicted_seconds, predicted_speedup
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted times of a call of [M, K] by [K, N]: its one matmul, or three in training, with all quantizing.
+    """The predicted times of a call of [M, K] by [K, N]: of its matmuls, up to three in training, with all quantizing.
 
     seconds: in high precision, and in FP8; expressions of torch's symbols if a size varies. variable: the size that
     varies, a SymInt; None if none does, or if several do that do not depend on each other. pays: where the speed-up
@@ -38,32 +38,52 @@ class Prediction:
         return self.seconds[0] / self.seconds[1]
 
 
+def needed(of_input: bool, of_weight: bool) -> tuple[Kind, ...]:
+    """Return the matmuls that a call computes in training. of_input, of_weight: whether these need a gradient.
+
+    Frozen weights, and the model's input, need none.
+    """
+    computed: dict[Kind, bool] = {"output": True, "grad_input": of_input, "grad_weight": of_weight}
+    return tuple(kind for kind in KINDS if computed[kind])
+
+
 def predict(
     target: Target | None,
     sizes: Sequence[Any],
     recipe: Recipe,
     element_size: int,
-    training: bool,
+    kinds: tuple[Kind, ...],
     min_speedup: float,
+    ready: bool = False,
 ) -> Prediction | None:
-    """Predict a call. sizes: M, K and N, ints or SymInts. None without a target, or without a kernel on it."""
-    of_call = (recipe, element_size, training)
+    """Predict a call. sizes: M, K and N, ints or SymInts. None without a target, or without a kernel on it.
+
+    kinds, ready: see `overhead_seconds`.
+    """
+    of_call = (recipe, element_size, kinds)
     m, k, n = map(expression, sizes)
-    if target is None or (seconds := predicted_seconds(target, m, k, n, *of_call)) is None:
+    if target is None or (seconds := predicted_seconds(target, m, k, n, *of_call, ready=ready)) is None:
         return None
     variable, solved = _solved_for(sizes, (m, k, n))
-    pays = None if solved is None else pays_from(target, *solved, *of_call, min_speedup or 1.0)
+    pays = None if solved is None else pays_from(target, *solved, *of_call, min_speedup or 1.0, ready)
     ends = None
     if any(isinstance(size, sympy.Basic) for size in (m, k, n)):
-        ends = _speedup_at(target, sizes, False, *of_call), _speedup_at(target, sizes, True, *of_call)
+        smallest, largest = (_speedup_at(target, sizes, at_most, *of_call, ready) for at_most in (False, True))
+        ends = smallest, largest
     return Prediction(seconds, variable, pays, _name(variable, m, k, n), ends)
 
 
 def _speedup_at(
-    target: Target, sizes: Sequence[Any], largest: bool, recipe: Recipe, element_size: int, training: bool
+    target: Target,
+    sizes: Sequence[Any],
+    largest: bool,
+    recipe: Recipe,
+    element_size: int,
+    kinds: tuple[Kind, ...],
+    ready: bool,
 ) -> float:
     m, k, n = (value_at(size, largest) for size in sizes)
-    return float(predicted_speedup(target, m, k, n, recipe, element_size, training))
+    return float(predicted_speedup(target, m, k, n, recipe, element_size, kinds, ready=ready))
 
 
 def _solved_for(sizes: Sequence[Any], exprs: tuple[Size, Size, Size]) -> tuple[Any, tuple[Size, Size, Size] | None]:

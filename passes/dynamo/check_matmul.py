@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import hardware
-from fp8pass.graph.prediction import Prediction, in_words, predict
+from fp8pass.graph.prediction import Prediction, in_words, needed, predict
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.sizes import expression, is_at_least
 from fp8pass.graph.wanted import HIGH_PRECISION, MatmulSizes, check_sizes, recipe_of
@@ -25,6 +25,7 @@ from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.quant import sharded
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
+    KINDS,
     BlockwiseScaling,
     Calibration,
     DelayedScaling,
@@ -148,7 +149,9 @@ def check(
     size = node.meta["example_value"].element_size()
     by_blocks = isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)) and isinstance(m, int)
     padded = -(-m // 16) * 16 if by_blocks else m  # see blockwise_mm.py
-    prediction = predict(target, (padded, k, n), recipe, size, training, config.min_speedup)
+    kinds = needed(a.requires_grad, b.requires_grad) if training else KINDS[:1]
+    ready = isinstance(sharded.part_of(b), Fp8Weight)
+    prediction = predict(target, (padded, k, n), recipe, size, kinds, config.min_speedup, ready)
     return CheckedCall(node, signature, dims, recipe, prediction, (m, k, n))
 
 

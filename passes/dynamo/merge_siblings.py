@@ -40,7 +40,7 @@ from fp8pass.options.setting import within
 from fp8pass.passes.common.checkpoint_regions import Part, parts
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.dynamo.check_matmul import check, has_one_scale
-from fp8pass.recipes import Recipe
+from fp8pass.recipes import KINDS, Recipe
 from fp8pass.roofline import memory_seconds, merged_seconds, where
 
 
@@ -221,7 +221,7 @@ def should_merge(family: Family, target: Target | None, wanted: bool | None, min
         return bool(wanted)
     first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
     (m, k, _), size = first.sizes, _example(first.node).element_size()
-    if (prediction := predict(target, (m, k, sum(widths)), first.recipe, size, True, min_speedup)) is None:
+    if (prediction := predict(target, (m, k, sum(widths)), first.recipe, size, KINDS, min_speedup)) is None:
         return False
     if prediction.ends is not None:
         return _pays_where_it_varies(prediction, functools.partial(_apart_and_merged, family, target, k), bool(wanted))

@@ -12,7 +12,7 @@ import pytest
 import traced_collectives
 from collectives import BF16, FP8, FP8_GRADIENTS, FP8_MATMULS, MODELS, Collective, Layout, Way, collectives, differences
 
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import KINDS, DelayedScaling
 from fp8pass.roofline import call_seconds, overhead_seconds
 from tests.helpers import ROOT
 
@@ -142,10 +142,10 @@ def test_what_runs_again_is_quantized_again() -> None:
 
     def forward(recipe: DelayedScaling | None) -> float:
         shapes = [(STEP.tokens, k, n, recipe, 2) for n, k in STEP.model.linears().values()]
-        matmuls = sum(call_seconds(CLUSTER.target, *shape, training=False) for shape in shapes)
+        matmuls = sum(call_seconds(CLUSTER.target, *shape, KINDS[:1]) for shape in shapes)
         if recipe is None:
             return matmuls
-        quantizing = (overhead_seconds(CLUSTER.target, *shape, training=False, fused=True) for shape in shapes)
+        quantizing = (overhead_seconds(CLUSTER.target, *shape, KINDS[:1], fused=True) for shape in shapes)
         return matmuls + sum(quantizing)
 
     beside = more(BF16) - STEP.model.layers * forward(None)

@@ -43,6 +43,7 @@ PARTS = {
         "check_matmul",
         "equal_structure",
         "frozen_parameters",
+        "product_roles",
         "quantize_call",
         "quantizers",
         "save_fp8",

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import fp8pass
-from fp8pass.graph.prediction import in_words
+from fp8pass.graph.prediction import in_words, needed
 from fp8pass.hardware import TARGETS, Target, as_published, target_of
-from fp8pass.recipes import BUILT_IN, NAMED, DelayedScaling, Recipe, StaticScaling
+from fp8pass.recipes import BUILT_IN, KINDS, NAMED, DelayedScaling, Recipe, StaticScaling
 from fp8pass.roofline import (
     ROWS,
     Intervals,
@@ -33,6 +33,7 @@ from fp8pass.roofline import (
     overhead_seconds,
     pays_from,
     predicted_speedup,
+    quantize_seconds,
     where,
 )
 from tests.helpers import ROOT
@@ -141,7 +142,7 @@ def test_the_prediction_by_hand() -> None:
     high = 3 * (4e-6 + flops / (989e12 * 0.64))
     fp8 = 3 * 4e-6 + (1 + 2 * 1.15) * flops / (1979e12 * 0.64)
     quantize = 3 * elements * 4 / (3.35e12 * 0.75)
-    gain = predicted_speedup(PUBLISHED, SIDE, SIDE, SIDE, NAMED["delayed"](), 2, training=True)
+    gain = predicted_speedup(PUBLISHED, SIDE, SIDE, SIDE, NAMED["delayed"](), 2, KINDS)
     assert gain == pytest.approx(high / (fp8 + quantize))
 
 
@@ -150,7 +151,7 @@ def test_each_matmul_of_a_call_moves_the_bytes_of_its_own_shape() -> None:
     m, k, n = 16, 8192, 1024
     fast = gemm_seconds(H100, m, k, n, E4M3, 2)
     exact = [gemm_seconds(H100, *shape, E4M3, 2, fast_accum=False) for shape in ((m, n, k), (k, m, n))]
-    assert call_seconds(H100, m, k, n, NAMED["delayed"](), 2, True) == pytest.approx(fast + sum(exact), rel=1e-12)
+    assert call_seconds(H100, m, k, n, NAMED["delayed"](), 2, KINDS) == pytest.approx(fast + sum(exact), rel=1e-12)
     assert gemm_seconds(H100, m, k, n, E4M3, 2, fast_accum=False) != pytest.approx(exact[0], rel=1e-3)
 
 
@@ -159,7 +160,7 @@ def test_what_stays_in_high_precision_gains_nothing() -> None:
     assert predicted_speedup(H100, SIDE, SIDE, SIDE, all_of_it) == 1
     some = DelayedScaling(high_precision=GRADIENTS)
     forward = gemm_seconds(H100, SIDE, SIDE, SIDE, BF16, 2) - gemm_seconds(H100, SIDE, SIDE, SIDE, E4M3, 2)
-    saved = call_seconds(H100, SIDE, SIDE, SIDE, None, 2, True) - call_seconds(H100, SIDE, SIDE, SIDE, some, 2, True)
+    saved = call_seconds(H100, SIDE, SIDE, SIDE, None, 2, KINDS) - call_seconds(H100, SIDE, SIDE, SIDE, some, 2, KINDS)
     assert saved == pytest.approx(forward)
 
 
@@ -316,7 +317,7 @@ def test_it_need_not_pay_for_all_larger_sizes() -> None:
     recipe = DelayedScaling(high_precision=GRADIENTS)
     found = pays_from(odd, ROWS, 4096, 4096, recipe, 2, False, 0.8)
     assert found is not None and found == scanned(
-        lambda m: predicted_speedup(odd, m, 4096, 4096, recipe, 2, False) >= 0.8, 60_000
+        lambda m: predicted_speedup(odd, m, 4096, 4096, recipe, 2, KINDS[:1]) >= 0.8, 60_000
     )
     assert in_words(((96, 200), (1184, None))) == "96 to 200, 1,184"
     assert (in_words(()), in_words(None), in_words(((3, None),), "s27")) == ("never", "", "s27 = 3")
@@ -342,7 +343,7 @@ def test_any_formula_of_longer_times_is_solved() -> None:
 def test_the_size_that_varies_may_be_in_several_places() -> None:
     """M and N are 8 times one size: the intervals are of that size."""
     x, recipe = sympy.Symbol("x", positive=True, integer=True), DelayedScaling()
-    found = pays_from(H100, 8 * x, 1024, 8 * x, recipe, 2, True)
+    found = pays_from(H100, 8 * x, 1024, 8 * x, recipe, 2, KINDS)
     assert found == scanned(lambda s: predicted_speedup(H100, 8 * s, 1024, 8 * s, recipe) >= 1, 1500)
     assert pays_from(H100, 8 * x, 1024, 800 - x, recipe) is None  # a product that rises and then falls
 
@@ -414,7 +415,7 @@ def test_the_report_has_the_prediction() -> None:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), torch.randn(16, 32)
     config = fp8pass.Config(recipe={"0": "delayed", "2": None}, target="h100", min_speedup=0)
     report = fp8pass.explain(model, x, config=config)
-    expected = predicted_speedup(H100, 16, 32, 64, DelayedScaling(), 4, training=True)
+    expected = predicted_speedup(H100, 16, 32, 64, DelayedScaling(), 4, KINDS)
     assert {(g.name, g.predicted_speedup) for g in report.gemms} == {("0", expected), ("2", None)}
     assert report.to_dict()["gemms"][0]["predicted_speedup"] == expected
     expect_text(
@@ -509,3 +510,20 @@ def test_measurements_of_the_user(bench: ModuleType, tmp_path: Path) -> None:
     assert bench.load(tmp_path / "h200.jsonl", None) == [layer]
     (mine, _) = bench.load(tmp_path / "h200.json", replace(H200, gemm_start=1e-6))
     assert mine.predicted()[0] == pytest.approx(alone.predicted()[0] - 3e-6)
+
+
+@pytest.mark.parametrize("name", ["h100", "b200", "rtx4090"])
+def test_a_frozen_weight_saves_less_than_a_trained_one(name: str) -> None:
+    """One of three matmuls is not there, and quantizing the weight costs as much: LoRA at small batches does not pay."""
+    target, recipe = TARGETS[name], NAMED["delayed"]()
+    of_frozen, of_input = needed(of_input=True, of_weight=False), needed(of_input=False, of_weight=True)
+    assert of_frozen == ("output", "grad_input") and of_input == ("output", "grad_weight")
+    for m in (256, 1024, 4096):
+        shape = (m, 3072, 3072, recipe, 2)
+        trained, frozen = (predicted_speedup(target, *shape, kinds) for kinds in (KINDS, of_frozen))
+        in_fp8 = predicted_speedup(target, *shape, of_frozen, ready=True)
+        assert frozen < trained and frozen < in_fp8
+        # what is left out is what the weight's kernels take
+        seconds = [overhead_seconds(target, *shape, of_frozen, ready=ready) for ready in (False, True)]
+        both = quantize_seconds(target, 3072 * 3072, recipe, "weight", 2, both=True)
+        assert seconds[0] - seconds[1] == pytest.approx(both)

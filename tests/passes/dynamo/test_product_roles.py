@@ -138,8 +138,9 @@ def test_equal_layers_are_found() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [*((kind, "delayed") for kind in MODELS), ("loss", "rowwise"), ("adapter", "dynamic")]
+)
 def test_compiled_is_like_the_annotated_graph(kind: str, recipe: str) -> None:
     reference, _ = trained(annotated, kind, recipe=recipe)
     with verdicts() as report:
@@ -300,6 +301,7 @@ def test_amaxes_are_monitored() -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.variant
 def test_through_inductor() -> None:
     reference, _ = trained(annotated, "loss")
     found, _ = trained(compiled, "loss", lowering="inductor", strict=True)
