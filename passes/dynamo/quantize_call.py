@@ -26,7 +26,7 @@ from fp8pass.passes.dynamo.product_roles import FunctionMatmul, without_views
 from fp8pass.passes.dynamo.quantizers import Pair, is_uniform, quantizers, quantizers_of_product, with_weight_of_now
 from fp8pass.quant import ops, sharded
 from fp8pass.quant.wrapper_tensor import Fp8Weight
-from fp8pass.recipes import FACTORS, KINDS, Kind, Role
+from fp8pass.recipes import FACTORS, KINDS, Kind, Recipe, Role
 
 LIMITS = {
     "declined": {
@@ -104,44 +104,59 @@ class QuantizeCall:
         if self.product is not None:
             return self._quantizers_of_product(self.product, (tensors["input"], tensors["weight"]), units)
         for kind in KINDS if trains else KINDS[:1]:
-            recipe, name = self.call.recipe, self.choice.name
-            pair = quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, name)
+            chosen = functools.partial(self._chosen, kind, tensors)
+            pair = chosen(self.call.recipe)
             if self.call.node in self.walk.smoothed and not isinstance(pair, Reject):
                 pair = with_weight_of_now(kind, pair)
             if units and not isinstance(pair, Reject):
-                pair = self._tried(units[kind], pair, tensors)
+                is_read = kind == "output" or tensors["input" if kind == "grad_input" else "weight"].requires_grad
+                pair = self._tried(units[kind], pair, FACTORS[kind], chosen, is_read)
             if isinstance(pair, Reject):
                 self.choice.declined[kind] = pair
             else:
                 pairs[kind] = pair
         return pairs
 
+    def _chosen(self, kind: Kind, tensors: dict[Role, Tensor], recipe: Recipe) -> Pair | Reject:
+        return quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, self.choice.name)
+
     def _quantizers_of_product(
         self, product: FunctionMatmul, operands: tuple[Tensor, Tensor], units: Mapping[Kind, overrides.Unit]
     ) -> dict[Kind, Pair]:
         """Return the quantizers of a matmul in a Function, as those of an output: it has no other products."""
-        trial = overrides.current()
-        pair = quantizers_of_product(product, self.call.recipe, self.call.dims, operands, self.choice.name)
-        if trial is not None and not isinstance(pair, Reject) and not trial.see(units[product.kind], self.call.recipe):
-            pair = LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
+
+        def chosen(recipe: Recipe) -> Pair | Reject:
+            return quantizers_of_product(product, recipe, self.call.dims, operands, self.choice.name)
+
+        pair = chosen(self.call.recipe)
+        if units and not isinstance(pair, Reject):
+            pair = self._tried(units[product.kind], pair, product.roles, chosen)
         if isinstance(pair, Reject):
             self.choice.declined[product.kind] = pair
             return {}
         return {"output": pair}
 
-    def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
-        """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or why it uses none."""
-        trial, (kind, call) = overrides.current(), (unit.kind, self.call)
-        assert trial is not None and kind != "moments" and kind != "saved"
-        operand_of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
-        needed = kind == "output" or tensors[operand_of[kind]].requires_grad
-        if not (trial.see(unit, call.recipe) if needed else trial.units is None):
+    def _tried(
+        self,
+        unit: overrides.Unit,
+        pair: Pair,
+        roles: tuple[Role, Role],
+        chosen: Callable[[Recipe], Pair | Reject],
+        is_read: bool = True,
+    ) -> Pair | Reject:
+        """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or why it uses none.
+
+        chosen: returns those of a recipe. is_read: False if the matmul's result is not needed.
+        """
+        trial = overrides.current()
+        assert trial is not None
+        if not (trial.see(unit, self.call.recipe) if is_read else trial.units is None):
             return LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
         tried = list(pair)
-        for i, role in enumerate(FACTORS[kind]):
+        for i, role in enumerate(roles):
             if (unit, role) in trial.instead:
                 recipe = trial.instead[unit, role]
-                other = recipe and quantizers(recipe, kind, call.dims, tensors, self.walk.grad_enabled)
+                other = recipe and chosen(recipe)
                 if isinstance(other, Reject):
                     return other
                 tried[i] = other[i] if other else None
@@ -168,7 +183,8 @@ class QuantizeCall:
         none: tuple[None, None] = (None, None)
         (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (pairs.get(kind, none) for kind in KINDS)
         operand = functools.partial(self._operand, ops.qdq_no_grad)
-        y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
+        role_a, role_b = self.roles
+        y = self._product(operand(a, role_a, out_a), operand(b, role_b, out_b))
         if not trains:
             return y
         b_for_a = operand(b, "weight", for_a, is_read=a.meta["example_value"].requires_grad)

@@ -101,7 +101,7 @@ MX, ROW, COLUMN = 3 + 1 / 32, [3, 2], [3]
     ("recipe", "options", "straight", "transposed"),
     [
         ("delayed", {}, [], [4, 4, 4]),
-        ("delayed", {"training": False}, [3, 3], []),
+        ("delayed", {"kinds": KINDS[:1]}, [3, 3], []),
         ("delayed", {"fused": True}, [], [2, 4, 2]),
         ("delayed", {"target": B200}, [], [4, 4, 4]),
         ("dynamic", {}, [2, 2, 2], [4, 4, 4]),
@@ -111,7 +111,7 @@ MX, ROW, COLUMN = 3 + 1 / 32, [3, 2], [3]
         ("rowwise_gw_hp", {}, [3, *ROW, 3], COLUMN),
         ("blockwise", {}, [MX], [MX, 4, 2 + 2 * (MX - 2)]),
         ("mxfp8", {"target": B200}, [MX, MX, MX], [MX, MX, MX]),
-        (StaticScaling({}), {"training": False}, [3], []),
+        (StaticScaling({}), {"kinds": KINDS[:1]}, [3], []),
         (DelayedScaling(high_precision="grad_weight"), {}, [3, 3], [4]),
         (DelayedScaling(high_precision=GRADIENTS), {}, [3, 3], []),
         (DelayedScaling(high_precision=("output", *GRADIENTS)), {}, [], []),
@@ -129,7 +129,7 @@ def test_bytes_that_quantizing_moves(
         SIDE,
         recipe,
         options.get("element_size", 2),
-        options.get("training", True),
+        options.get("kinds", KINDS),
         options.get("fused", False),
     )
     bandwidth = target.bandwidth / SIDE**2
@@ -201,18 +201,18 @@ def _gains(target: Target, k: int, n: int, recipe: Recipe, first: int, **options
 @pytest.mark.parametrize("recipe", BUILT_IN)
 def test_more_rows_never_make_it_stop_paying(recipe: str) -> None:
     sizes = (256, 512, 1024, 2048, 4096, 8192, 16384)
-    for target, k, n, training, fused in itertools.product(
-        (H100, H200, B200), sizes, sizes, (True, False), (True, False)
+    for target, k, n, kinds, fused in itertools.product(
+        (H100, H200, B200), sizes, sizes, (KINDS, KINDS[:1]), (True, False)
     ):
-        gains = _gains(target, k, n, NAMED[recipe](), 4, training=training, fused=fused)
+        gains = _gains(target, k, n, NAMED[recipe](), 4, kinds=kinds, fused=fused)
         assert all(after >= 1 for before, after in itertools.pairwise(gains) if before >= 1)
 
 
 @pytest.mark.parametrize("recipe", BUILT_IN)
 def test_large_weights_gain_more_with_more_rows(recipe: str) -> None:
     sizes = (2048, 4096, 8192, 16384)
-    for target, k, n, training in itertools.product((H100, H200, B200), sizes, sizes, (True, False)):
-        gains = _gains(target, k, n, NAMED[recipe](), 8, training=training)
+    for target, k, n, kinds in itertools.product((H100, H200, B200), sizes, sizes, (KINDS, KINDS[:1])):
+        gains = _gains(target, k, n, NAMED[recipe](), 8, kinds=kinds)
         assert gains == sorted(gains)
 
 
@@ -248,9 +248,10 @@ def test_where_it_pays_is_where_a_scan_says_so(recipe: str) -> None:
     numbers = random.Random(recipe)
     for _ in range(12):
         target = TARGETS[numbers.choice(("sm_89", "h100", "h200", "b200"))]
-        k, n, training = 16 * numbers.randint(1, 600), 16 * numbers.randint(1, 600), numbers.random() < 0.7
+        k, n = 16 * numbers.randint(1, 600), 16 * numbers.randint(1, 600)
+        kinds = KINDS if numbers.random() < 0.7 else KINDS[:1]
         size, least = numbers.choice((2, 4)), numbers.choice((0.7, 1.0, 1.0, 1.2, 1.5))
-        args = (NAMED[recipe](), size, training)
+        args = (NAMED[recipe](), size, kinds)
         found = pays_from(target, ROWS, k, n, *args, least)
         if predicted_speedup(target, 16, k, n, *args) is None:
             assert found is None
@@ -270,12 +271,12 @@ MACHINES = {
     "wide memory": Target("wide", (12, 0), 2.1e14, 2.73e14, 1.14e13, 8.4e14, gemm_start=8.6e-8, launch=1.07e-8),
 }
 LAYERS = (
-    (1024, 4096, 2, True, 1.0),
-    (4096, 1024, 4, False, 1.2),
-    (11536, 3856, 4, True, 0.9),
-    (1440, 3056, 4, True, 0.9),
+    (1024, 4096, 2, KINDS, 1.0),
+    (4096, 1024, 4, KINDS[:1], 1.2),
+    (11536, 3856, 4, KINDS, 0.9),
+    (1440, 3056, 4, KINDS, 0.9),
 )
-"""K, N, the size of an element, whether it trains, and the speed-up that it must reach."""
+"""K, N, the size of an element, the matmuls, and the speed-up that it must reach."""
 PAYS: dict[tuple[str, str], tuple[tuple[tuple[int, ...], ...], ...]] = {
     ("hopper", "delayed"): (((456,),), ((470,),), ((131, 140), (147,)), ((175,),)),
     ("hopper", "dynamic"): (((833,),), ((1201,),), ((203,),), ((264,),)),
@@ -304,8 +305,8 @@ PAYS: dict[tuple[str, str], tuple[tuple[tuple[int, ...], ...], ...]] = {
 @pytest.mark.parametrize(("machine", "recipe"), PAYS, ids=str)
 def test_where_it_pays_is_what_polynomials_gave(machine: str, recipe: str) -> None:
     found = (
-        pays_from(MACHINES[machine], ROWS, k, n, NAMED[recipe](), size, training, least)
-        for k, n, size, training, least in LAYERS
+        pays_from(MACHINES[machine], ROWS, k, n, NAMED[recipe](), size, kinds, least)
+        for k, n, size, kinds, least in LAYERS
     )
     known = (tuple((first, *end, None)[:2] for first, *end in intervals) for intervals in PAYS[machine, recipe])
     assert list(found) == list(known)
@@ -315,7 +316,7 @@ def test_it_need_not_pay_for_all_larger_sizes() -> None:
     """Where a matmul is as slow in FP8 as its bytes, and quantizing is slow, few rows pay and many do not."""
     odd = replace(H100, fp8_peak=H100.bf16_peak * 1.01, gemm_start=1e-9, launch=1e-9)
     recipe = DelayedScaling(high_precision=GRADIENTS)
-    found = pays_from(odd, ROWS, 4096, 4096, recipe, 2, False, 0.8)
+    found = pays_from(odd, ROWS, 4096, 4096, recipe, 2, KINDS[:1], 0.8)
     assert found is not None and found == scanned(
         lambda m: predicted_speedup(odd, m, 4096, 4096, recipe, 2, KINDS[:1]) >= 0.8, 60_000
     )
@@ -351,7 +352,7 @@ def test_the_size_that_varies_may_be_in_several_places() -> None:
 def test_a_call_without_fp8_pays_nowhere_or_everywhere() -> None:
     """Its two times are one: that is known without a search."""
     recipe = DelayedScaling(high_precision=("output", *GRADIENTS))
-    pays = [pays_from(H100, ROWS, 1024, 1024, recipe, 2, True, least) for least in (0.9, 1.0, 1.1)]
+    pays = [pays_from(H100, ROWS, 1024, 1024, recipe, 2, KINDS, least) for least in (0.9, 1.0, 1.1)]
     assert pays == [((1, None),), ((1, None),), ()]
 
 
@@ -415,7 +416,7 @@ def test_the_report_has_the_prediction() -> None:
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)), torch.randn(16, 32)
     config = fp8pass.Config(recipe={"0": "delayed", "2": None}, target="h100", min_speedup=0)
     report = fp8pass.explain(model, x, config=config)
-    expected = predicted_speedup(H100, 16, 32, 64, DelayedScaling(), 4, KINDS)
+    expected = predicted_speedup(H100, 16, 32, 64, DelayedScaling(), 4, needed(of_input=False, of_weight=True))
     assert {(g.name, g.predicted_speedup) for g in report.gemms} == {("0", expected), ("2", None)}
     assert report.to_dict()["gemms"][0]["predicted_speedup"] == expected
     expect_text(

@@ -18,6 +18,7 @@ import fp8pass
 from fp8pass.base.node_meta import IN_BACKWARD, IN_FORWARD
 from fp8pass.compiler.dynamo_passes import pieces_of
 from fp8pass.graph.annotation import graphs_of
+from fp8pass.options import overrides
 from fp8pass.options.config import Config
 from fp8pass.passes.common.matmul_calls import signature_of
 from fp8pass.recipes import DelayedScaling, StaticScaling
@@ -347,3 +348,22 @@ def test_a_frozen_weight_in_fp8_is_read_in_high_precision() -> None:
     (wanted,) = train(exact, exact, batches(1))
     for key, value in wanted.items():
         assert torch.cosine_similarity(value.flatten(), found[key].flatten(), 0) > 0.97, key
+
+
+@pytest.mark.compiled
+def test_a_trial_of_bisect_leaves_out_single_matmuls_and_operands() -> None:
+    def tried(trial: overrides.Trial) -> tuple[list[str], dict[str, Tensor]]:
+        model = make(FunctionBlock)
+        with overrides.trying(trial), verdicts() as report:
+            (found,) = train(model, compiled(model, recipe="dynamic"), batches(1))
+        return [f"{gemm.name} {gemm.kind}" for gemm in report.rewritten], found
+
+    every = overrides.Trial()
+    names, whole = tried(every)
+    assert len(names) == len(every.seen) == 6
+    (unit,) = (unit for unit in every.seen if (unit.name, unit.kind) == ("up.matmul", "grad_weight"))
+    names, one = tried(overrides.Trial(units={unit}))
+    assert names == ["up.matmul grad_weight"]
+    _, without = tried(overrides.Trial(instead={(unit, "input"): None}))
+    assert [key for key in whole if not torch.equal(whole[key], without[key])] == ["up.weight"]
+    assert not torch.equal(one["up.weight"], without["up.weight"])
