@@ -424,11 +424,11 @@ def test_the_report_has_the_prediction() -> None:
         """\
 matmul  gemm         M x K x N     dtypes              scaling  predicted  pays from M  status        source
 ------------------------------------------------------------------------------------------------------------
-0       output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  0.67x      never        rewritten
+0       output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  0.57x      never        rewritten
 2       output       16 x 64 x 16  f32 @ f32 -> f32                                     declined [1]
 2       grad_input   16 x 16 x 64  f32 @ f32 -> f32                                     declined [1]
 2       grad_weight  16 x 16 x 64  f32 @ f32 -> f32                                     declined [1]
-0       grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  0.67x      never        rewritten
+0       grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  0.57x      never        rewritten
 
 [1] '2' matches the pattern '2', whose recipe is None
 

@@ -51,7 +51,8 @@ def layer(k: int = K, n: int = N) -> nn.Linear:
 
 
 def rows(count: int, k: int = K, **bounds: int) -> Tensor:
-    x = torch.randn(count, k)
+    """Return an input that needs a gradient: then a call computes three matmuls, as those within a model do."""
+    x = torch.randn(count, k, requires_grad=True)
     torch._dynamo.mark_dynamic(x, 0, **bounds)
     return x
 
@@ -79,9 +80,9 @@ def test_numbers_on_both_sides_are_those_of_the_reference() -> None:
     run, reference = compiled(model, **H100), annotated(twin, **H100)
     with verdicts():
         for count in (first, 16, first + 5, first, 24):
-            x = torch.randn(count, K)
+            x = torch.randn(count, K, requires_grad=True)
             for of in (run, reference):
-                y = of(x.clone())
+                y = of(x)
                 y.square().sum().backward()
             assert torch.equal(run(x), reference(x)) or sqnr(reference(x), run(x)) > 100
             assert sqnr(twin.weight.grad, model.weight.grad) > (40 if count < first else 25)  # type: ignore[arg-type]
@@ -89,7 +90,7 @@ def test_numbers_on_both_sides_are_those_of_the_reference() -> None:
 
 def test_each_of_the_three_matmuls_has_its_expression() -> None:
     with verdicts() as report:
-        compiled(layer(), **H100)(rows(200).requires_grad_()).sum().backward()
+        compiled(layer(), **H100)(rows(200)).sum().backward()
     size = report.gemms[0].M
     assert {g.kind: (g.M, g.K, g.N) for g in report.gemms} == {
         "output": (size, K, N),
@@ -123,11 +124,11 @@ def test_no_size_is_marked() -> None:
     """The first size is static; the second one makes Dynamo compile for all sizes on its side."""
     run, first = compiled(layer(), **H100), begins(K, N)
     with verdicts() as report:
-        run(torch.randn(40, K))
-        with pytest.warns(UserWarning, match="0 of 2 matmuls run in FP8 in the first training step of Linear"):
-            run(torch.randn(41, K))
+        run(torch.randn(40, K, requires_grad=True))
+        with pytest.warns(UserWarning, match="0 of 3 matmuls run in FP8 in the first training step of Linear"):
+            run(torch.randn(41, K, requires_grad=True))
         for count in (first - 1, first, 900, 10):
-            run(torch.randn(count, K)).sum().backward()
+            run(torch.randn(count, K, requires_grad=True)).sum().backward()
     assert report.graphs == 3
     assert [(g.status, isinstance(g.M, int)) for g in report.gemms if g.kind == "output"] == [
         ("declined", True),
@@ -141,7 +142,7 @@ def test_rows_of_two_dimensions() -> None:
     run, first = compiled(layer(), **H100), begins(K, N)
     with verdicts() as report:
         for batch, length in ((3, 11), (7, 21), (40, 3), (7, 10), (3, 23), (2, 5)):
-            x = torch.randn(batch, length, K)
+            x = torch.randn(batch, length, K, requires_grad=True)
             torch._dynamo.mark_dynamic(x, [0, 1])
             run(x).sum().backward()
     assert first == 7 * 10
@@ -181,8 +182,8 @@ def test_a_model_is_compiled_a_few_times() -> None:
     with verdicts() as report:
         for count in (3, 33, 34, 40, 42, 47, 48, 66, 70, 80, 95, 96, 100, 350, 351, 600):
             run(rows(count)).backward()
-    by_graph = [report.gemms[i : i + 12] for i in range(0, len(report.gemms), 12)]
-    in_fp8 = [sum(g.status == "rewritten" for g in of) // 2 for of in by_graph]
+    by_graph = [report.gemms[i : i + 18] for i in range(0, len(report.gemms), 18)]
+    in_fp8 = [sum(g.status == "rewritten" for g in of) // 3 for of in by_graph]
     # split at 48, 96 and 351: 34 and 42 are near 48, and 70 is nearer to 96 than that to 351
     assert in_fp8 == [0, 3, 5, 6]
     assert max(float(g.predicted_speedup.subs(next(iter(g.M.free_symbols)), g.sizes[0].lowest)) < 1
@@ -206,7 +207,7 @@ def test_a_guard_leaves_more_than_one_size_of_a_marked_one() -> None:
     run = compiled(layer(), **H100)
     with verdicts() as report:
         for batch in (2, 3, 8):
-            x = torch.randn(batch, 25, K)
+            x = torch.randn(batch, 25, K, requires_grad=True)
             torch._dynamo.mark_dynamic(x, 0)
             run(x).sum().backward()
     assert [g.status for g in report.gemms if g.kind == "output"] == ["rewritten"]
@@ -237,8 +238,7 @@ def test_sizes_that_do_not_depend_on_each_other() -> None:
     """The largest sizes decide where no size can be solved for, whatever the first call's are."""
     with verdicts() as report:
         compiled(lambda a, b: a @ b.t(), recipe="dynamic", **H100)(rows(20, 48), rows(23, 48))
-    (gemm,) = report.gemms
-    assert (gemm.status, gemm.pays_from) == ("rewritten", None)
+    assert {(gemm.status, gemm.pays_from) for gemm in report.gemms} == {("rewritten", None)}
 
 
 def test_a_filter_compares_the_size_itself() -> None:
