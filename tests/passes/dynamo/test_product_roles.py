@@ -140,7 +140,8 @@ def test_equal_layers_are_found() -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("kind", "recipe"), [*((kind, "delayed") for kind in MODELS), ("loss", "rowwise"), ("adapter", "dynamic")]
+    ("kind", "recipe"),
+    [*((kind, "delayed") for kind in MODELS if kind != "layers"), ("loss", "rowwise"), ("adapter", "dynamic")],
 )
 def test_compiled_is_like_the_annotated_graph(kind: str, recipe: str) -> None:
     reference, _ = trained(annotated, kind, recipe=recipe)
@@ -149,6 +150,11 @@ def test_compiled_is_like_the_annotated_graph(kind: str, recipe: str) -> None:
     alike(found, reference)
     assert len(report.rewritten) == len(report.gemms) >= 5
     assert ("which operand is a gradient" in str(report)) == (kind == "two gradients")
+    if kind in ("checkpointed", "adapter") or (kind == "loss" and not MAKES_ZEROS):
+        (exact, *_), _ = trained(lambda model, **_: model, kind)
+        for key, value in exact.items():
+            cosine = torch.cosine_similarity(value.flatten().double(), found[0][key].flatten().double(), 0)
+            assert cosine > 0.97, key
 
 
 @pytest.mark.compiled
@@ -213,7 +219,7 @@ def test_a_gradient_is_added_to_main_grad() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", [WithMainGrad, WithLoss])
+@pytest.mark.parametrize("kind", [WithMainGrad, pytest.param(WithLoss, marks=pytest.mark.variant)])
 def test_in_a_training_step(kind: Any) -> None:
     """With two microbatches, it trains as the backend does with `accumulate`."""
 
@@ -245,16 +251,6 @@ def test_in_a_training_step(kind: Any) -> None:
         if whole:
             assert not run.report.declined and len(run.report.rewritten) >= 5
     alike(found[:1], found[1:])
-
-
-@pytest.mark.compiled
-def test_gradients_are_near_those_in_high_precision() -> None:
-    for kind in ("layers", "adapter", *(() if MAKES_ZEROS else ("loss",))):
-        (exact, *_), _ = trained(lambda model: model, kind)
-        (found, *_), _ = trained(compiled, kind)
-        for key, value in exact.items():
-            cosine = torch.cosine_similarity(value.flatten().double(), found[key].flatten().double(), 0)
-            assert cosine > 0.97, (kind, key)
 
 
 @pytest.mark.compiled
