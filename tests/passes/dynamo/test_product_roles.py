@@ -363,3 +363,48 @@ def test_a_trial_of_bisect_leaves_out_single_matmuls_and_operands() -> None:
     _, without = tried(overrides.Trial(instead={(unit, "input"): None}))
     assert [key for key in whole if not torch.equal(whole[key], without[key])] == ["up.weight"]
     assert not torch.equal(one["up.weight"], without["up.weight"])
+
+
+class Repeated(torch.autograd.Function):
+    """A reentrant checkpoint by hand, whose backward Dynamo can't trace."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, g)
+        return None, x.grad
+
+
+class RepeatedByHand(nn.Module):
+    """A layer in such a checkpoint, between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.c(Repeated.apply(lambda x: self.b(x).relu(), self.a(x)))  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.compiled
+def test_a_checkpoint_by_hand_has_right_gradients() -> None:
+    model, exact = make(RepeatedByHand), make(RepeatedByHand)
+    with verdicts() as report:
+        found = list(train(model, compiled(model), batches(2)))
+    wanted = list(train(exact, exact, batches(2)))
+    assert len(report.rewritten) == len(report.gemms) >= 6
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            cosine = torch.cosine_similarity(value.flatten(), mine[key].flatten(), 0)
+            assert cosine > 0.97, key
