@@ -170,8 +170,12 @@ def _without_records(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph that records no amaxes."""
     copy = copy_to_edit(module)
     for node in copy.graph.nodes:
-        node.args = map_aggregate(node.args, lambda a: replace(a, record=False) if isinstance(a, ops.Delayed) else a)
+        node.args = map_aggregate(node.args, _unrecorded)
     return copy
+
+
+def _unrecorded(argument: Any) -> Any:
+    return replace(argument, record=False) if isinstance(argument, ops.Delayed) else argument
 
 
 _QUANTIZE = (ops.qdq_operand, ops.qdq_no_grad, ops.quantize_once)
@@ -233,7 +237,7 @@ class _Eager(fx.Interpreter):
         if not self.record and getattr(target, "is_in_forward_only", False):
             return None
         if not self.record and target in _QUANTIZE:  # gradients are quantized in backward only
-            args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
+            args = [*map(_unrecorded, args)]
         if target is FUNCTION:
             forward, backward, *operands = args
             graphs = forward if self.record else _without_records(forward), backward

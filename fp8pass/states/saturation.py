@@ -34,7 +34,7 @@ def watch(state: InstanceState) -> None:
 
 @dataclass
 class _Watch:
-    """What is known of the steps of one instance state."""
+    """Compares the amaxes of one instance state, and keeps what is on its way from the device."""
 
     compared_at: int = 0
     found: _Later | None = None
@@ -70,9 +70,8 @@ class _Later:
 
     def __init__(self, x: Tensor) -> None:
         self.event: torch.cuda.Event | None = None
-        self.numbers = x
+        self.numbers = x.to("cpu", non_blocking=True)
         if x.is_cuda:
-            self.numbers = torch.empty(x.shape, pin_memory=True).copy_(x, non_blocking=True)
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record()
 

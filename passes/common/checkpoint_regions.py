@@ -72,6 +72,13 @@ def with_branches(module: fx.GraphModule, names: Names, around: tuple[Transform,
                 yield from with_branches(branch, names, part.inside.get(node, ()))
 
 
+def graphs_of_call(module: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a higher-order op runs, in the order of its arguments; [] for any other call."""
+    holders = (x for x in call.all_input_nodes if x.op == "get_attr")
+    graphs = (getattr(module, str(holder.target), None) for holder in holders)
+    return [graph for graph in graphs if isinstance(graph, fx.GraphModule)]
+
+
 def body_of(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     """Return the graph that a call of CHECKPOINT runs."""
     holder = call.args[0]

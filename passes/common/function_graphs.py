@@ -19,7 +19,7 @@ from torch import fx
 
 from fp8pass.base.names import Names
 from fp8pass.graph.annotation import FUNCTION
-from fp8pass.passes.common.checkpoint_regions import Part, Region, parts
+from fp8pass.passes.common.checkpoint_regions import Part, Region, graphs_of_call, parts
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def graphs_in(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[fx.G
     """Yield the graphs of the Functions that `nodes` of a graph call."""
     for call in nodes:
         if call.target is FUNCTION:
-            yield from (getattr(module, str(holder.target)) for holder in call.all_input_nodes[:2])
+            yield from graphs_of_call(module, call)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class ForwardRegion(Region):
     def hand_in(self, nodes: Sequence[fx.Node]) -> None:
         """Pass further nodes to the call; the backward returns no gradient for them."""
         super().hand_in(nodes)
-        _set_returned(self.backward, (*_returned(self.backward), *[None] * len(nodes)))
+        (output,) = self.backward.graph.find_nodes(op="output")
+        output.args = ((*_returned(self.backward), *[None] * len(nodes)),)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,3 @@ def _returned(backward: fx.GraphModule) -> tuple[Any, ...]:
     (output,) = backward.graph.find_nodes(op="output")
     result = output.args[0]
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def _set_returned(backward: fx.GraphModule, results: tuple[Any, ...]) -> None:
-    (output,) = backward.graph.find_nodes(op="output")
-    output.args = (results,)

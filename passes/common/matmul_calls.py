@@ -20,6 +20,11 @@ from fp8pass.graph.wanted import MatmulSizes
 from fp8pass.quant import grouped
 from fp8pass.recipes import Kind
 
+BLOCK_ROWS = 16
+"""Rows are padded to a multiple of it for scales of blocks. cuBLASLt takes multiples of 4 (vllm-project/vllm#49932:
+others end in CUBLAS_STATUS_NOT_SUPPORTED), as each column of the M scales begins at a multiple of 16 bytes; torch
+checks no M."""
+
 Where = tuple[int, str]
 """Position and keyword of an argument."""
 

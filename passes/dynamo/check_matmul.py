@@ -19,7 +19,7 @@ from fp8pass.graph.sizes import expression, is_at_least
 from fp8pass.graph.wanted import HIGH_PRECISION, MatmulSizes, check_sizes, recipe_of
 from fp8pass.options.config import Config
 from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel, why_none_of
-from fp8pass.passes.common.matmul_calls import Dims, MatmulSignature, argument, dims_of, result_type
+from fp8pass.passes.common.matmul_calls import BLOCK_ROWS, Dims, MatmulSignature, argument, dims_of, result_type
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.quant import sharded
@@ -148,7 +148,7 @@ def check(
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
     by_blocks = isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)) and isinstance(m, int)
-    padded = -(-m // 16) * 16 if by_blocks else m  # see blockwise_mm.py
+    padded = -(-m // BLOCK_ROWS) * BLOCK_ROWS if by_blocks else m
     kinds = needed(a.requires_grad, b.requires_grad) if training else KINDS[:1]
     ready = isinstance(sharded.part_of(b), Fp8Weight)
     prediction = predict(target, (padded, k, n), recipe, size, kinds, config.min_speedup, ready)

@@ -34,7 +34,7 @@ from fp8pass.base.node_meta import PIECE
 from fp8pass.graph.annotation import CHECKPOINT, FUNCTION
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.options.config import Config
-from fp8pass.passes.common.checkpoint_regions import body_of
+from fp8pass.passes.common.checkpoint_regions import body_of, graphs_of_call
 from fp8pass.passes.common.function_graphs import FunctionGraphs, function_graphs, graphs_in
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
 from fp8pass.passes.common.transforms import transforms
@@ -273,8 +273,7 @@ def _writes(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a call may write into one of its inputs; of an op with graphs, whether these do."""
     if not isinstance(node.target, HigherOrderOperator):
         return mutates(node)
-    graphs = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
-    bodies = [g for g in graphs if isinstance(g, fx.GraphModule)]
+    bodies = graphs_of_call(module, node)
     return not bodies or any(_writes(body, n) for body in bodies for n in body.graph.nodes)
 
 

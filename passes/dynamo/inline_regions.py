@@ -15,7 +15,7 @@ once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -24,6 +24,7 @@ from fp8pass.base._torch import INVOKE_SUBGRAPH
 from fp8pass.base.names import Path, path_of, source_name, source_of_path
 from fp8pass.graph.annotation import CHECKPOINT, copy_to_edit, graphs_of
 from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.passes.common.checkpoint_regions import graphs_of_call
 
 
 class InlineRegions:
@@ -54,7 +55,7 @@ class _Inliner:
             if node.target is INVOKE_SUBGRAPH:
                 self.visit(module, self._inline(module, node, paths), paths)
                 continue
-            for body in _bodies(module, node):
+            for body in graphs_of_call(module, node):
                 handed = zip(_inputs(body), _args(node)[1:], strict=True) if node.target is CHECKPOINT else ()
                 self.visit(body, body.graph.nodes, {inner: paths[x] for inner, x in handed if x in paths})
 
@@ -90,13 +91,6 @@ def _inputs(module: fx.GraphModule) -> list[fx.Node]:
 
 def _args(node: fx.Node) -> Any:
     return node.args
-
-
-def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Return the graphs that a higher-order op for checkpointing or control flow runs."""
-    holders = (x for x in node.all_input_nodes if x.op == "get_attr")
-    bodies = (getattr(module, str(holder.target), None) for holder in holders)
-    return (body for body in bodies if isinstance(body, fx.GraphModule))
 
 
 def _add(module: fx.GraphModule, attribute: Any, renames: Mapping[Path, Path]) -> str:

@@ -41,7 +41,7 @@ _SCALINGS = frozenset(("div", "div_", "imul", "itruediv", "mul", "mul_", "truedi
 
 @dataclass(frozen=True)
 class FunctionMatmul:
-    """What a matmul in a Function is.
+    """Tells which product of its layer a matmul in a Function is, and what its operands are.
 
     roles: of its two operands, as in `MatmulSignature`. late: True if the backward computes it. forward: the product of
     the forward that it belongs to; None if it is one itself, or if none was found.

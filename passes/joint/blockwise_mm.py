@@ -29,6 +29,7 @@ from fp8pass.graph.builder import Builder, compute, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of, why_no_block_kernel
+from fp8pass.passes.common.matmul_calls import BLOCK_ROWS
 from fp8pass.passes.common.patterns import ADDING_MATMULS, MATMULS, at, aten, dtype_name, prims
 from fp8pass.passes.common.view_ops import pad
 from fp8pass.passes.joint.list_matmuls import operands
@@ -45,11 +46,6 @@ LIMITS = {
     },
 }
 """Lines of docs/limits.md: see `Reject`."""
-
-
-ROWS = 16
-"""M is padded to a multiple of it. cuBLASLt takes multiples of 4 (vllm-project/vllm#49932: others end in
-CUBLAS_STATUS_NOT_SUPPORTED), as each column of the M scales begins at a multiple of 16 bytes; torch checks no M."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ def _scaled(build: Builder, node: fx.Node, a: BlockOperand, b: BlockOperand) -> 
         turned = emit(aten.permute.default, x.x_q, [1, 0])
         return emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
 
-    dtype, lacking = val(node).dtype, -a.rows % ROWS
+    dtype, lacking = val(node).dtype, -a.rows % BLOCK_ROWS
     first, second = rows(a), rows(b)
     if lacking:
         first = pad(first, [0, 0, 0, lacking], val(first).dtype, emit)

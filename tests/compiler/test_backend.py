@@ -890,7 +890,7 @@ def test_modes(mode: str | None) -> None:
 
 @pytest.mark.compiled
 def test_jagged_tensors_of_any_lengths_have_one_graph() -> None:
-    """One symbol of a nested tensor stands for its lengths, and is no number."""
+    """Dynamo gives the lengths a symbol without a value; a call with others runs the same graph."""
     model = make(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
     exact = copy.deepcopy(model)
     with verdicts() as report:

@@ -26,13 +26,17 @@ class LinearFunction(torch.autograd.Function):
         return g.matmul(w), rows.t().matmul(x.flatten(0, -2)), grad_b
 
 
-class MainGradFunction(torch.autograd.Function):
-    """A linear layer that adds its weight's gradient to `weight.main_grad`."""
+class ProductFunction(torch.autograd.Function):
+    """The forward of a layer by hand, for Functions with other backwards."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         return x @ w.t()
+
+
+class MainGradFunction(ProductFunction):
+    """A linear layer that adds its weight's gradient to `weight.main_grad`."""
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -71,13 +75,8 @@ class LoraFunction(torch.autograd.Function):
         return g @ ctx.w + through @ a, None, through.t() @ x, ctx.s * (g.t() @ (x @ a.t())), None
 
 
-class GramFunction(torch.autograd.Function):
+class GramFunction(ProductFunction):
     """A layer whose backward multiplies two gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -178,7 +178,6 @@ def test_against_the_oracle() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.skipif(MAKES_ZEROS, reason="the amax of a gradient is 0")
 def test_delayed_scales_are_those_of_the_formats() -> None:
     """The scale of a slot is its format's maximum by the last step's amax, wherever its tensor is quantized."""
     _, model = trained(compiled, "loss", steps=2)
@@ -188,6 +187,8 @@ def test_delayed_scales_are_those_of_the_formats() -> None:
     for slot in slots:
         limit = 57344.0 if "grad_output" in slot else 448.0
         amax = found[f"{slot}.amax_history"].max()
+        if MAKES_ZEROS and amax == 0:  # a gradient that Dynamo has made 0 has no scale
+            continue
         torch.testing.assert_close(found[f"{slot}.scale"] * amax, torch.tensor(limit), rtol=1e-6, atol=0)
 
 
