@@ -63,34 +63,41 @@ def quantizers(
 
     tensors: example tensors by role. record: True if amaxes are recorded. name: of the matmul, for static scales.
     """
-    if kind in recipe.high_precision:
-        return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
-    if kind != "output" and not _may_quantize_gradients(recipe, name):
-        return LeftOut("not calibrated", f"there is no static scale for {name}.grad_output")
+    if left_out := _left_out(recipe, kind, name):
+        return left_out
     if kind == "grad_input" and isinstance(weight := tensors["weight"], Fp8Weight) and weight.scales == "row":
         return LeftOut("frozen rows", "its frozen weight has a scale for each row, and grad_input sums over the rows")
     if dims.has_groups and kind == "grad_weight":
         assert isinstance(recipe, RowwiseScaling), recipe
         return tuple(ops.Groupwise(recipe, recipe.dtype(role)) for role in FACTORS[kind])  # type: ignore[return-value]
-    factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
-    try:
-        first, second = (quantizer_of(recipe, role, tensors[role], along, record) for role, along in factors)
-    except Reject as reject:
-        return reject
-    return first, second
+    return _pair(recipe, FACTORS[kind], [tensors[role] for role in FACTORS[kind]], dims.contracted(kind), record)
 
 
 def quantizers_of_product(
     product: FunctionMatmul, recipe: Recipe, dims: Dims, operands: Sequence[Tensor], name: str
 ) -> Pair | Reject:
     """Return the quantizers of the operands of a matmul in a Function, as `quantizers` does."""
-    if product.kind in recipe.high_precision:
-        return LeftOut("high precision", f"{recipe!r} keeps {product.kind} in high precision")
-    if "grad_output" in product.roles and not _may_quantize_gradients(recipe, name):
+    if left_out := _left_out(recipe, product.kind, name):
+        return left_out
+    return _pair(recipe, product.roles, operands, dims.contracted("output"), record=True)
+
+
+def _left_out(recipe: Recipe, kind: Kind, name: str) -> LeftOut | None:
+    """Return why the recipe leaves a matmul in high precision; None if it does not."""
+    if kind in recipe.high_precision:
+        return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
+    if kind != "output" and not _may_quantize_gradients(recipe, name):
         return LeftOut("not calibrated", f"there is no static scale for {name}.grad_output")
-    factors = zip(product.roles, operands, dims.contracted("output"), strict=True)
+    return None
+
+
+def _pair(
+    recipe: Recipe, roles: Sequence[Role], operands: Sequence[Tensor], summed: Sequence[tuple[int, ...]], record: bool
+) -> Pair | Reject:
+    """Return the quantizers of two operands. summed: the dimensions that the matmul sums over, in each."""
     try:
-        first, second = (quantizer_of(recipe, role, x, along, record=True) for role, x, along in factors)
+        each = zip(roles, operands, summed, strict=True)
+        first, second = (quantizer_of(recipe, role, x, along, record) for role, x, along in each)
     except Reject as reject:
         return reject
     return first, second
