@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from fp8pass.states.model_state import goes_along_with_model
 from fp8pass.states.saturation import watch
 from fp8pass.states.slots import registry
 from fp8pass.states.static_scales import fill
+from fp8pass.states.steps import accumulates
 from fp8pass.weights.update_key import TensorRef
 
 log = logging.getLogger(__name__)
@@ -110,6 +112,8 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         from fp8pass.compiler.update_compiler import update_graph
 
         return update_graph(module, config, refs)
+    if config.accumulate_in_matmul:
+        config = replace(config, accumulate_in_matmul=accumulates() and not config.records_graphs)
     if config.frozen == "fp8" and config.recipe is not None:
         _freeze(module, example_inputs, config)  # may not return: it lets Dynamo trace the code again
     is_reference = trial is not None and trial.way == "reference"

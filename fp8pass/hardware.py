@@ -136,6 +136,11 @@ def why_no_grouped_kernel(device: torch.device, target: Target | None) -> str:
     return "" if target.capability == (9, 0) else f"{wanted}, and {target.name} is {target.sm}"
 
 
+def adds_products(device: torch.device) -> bool:
+    """Return whether an FP8 matmul adds to a tensor on the device: torch has `scaled_addmm_` for GPUs, from 2.15 on."""
+    return (pretended_device or device).type == "cuda" and hasattr(torch.ops.aten, "_scaled_addmm_")
+
+
 def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None) -> str:
     """Return the reason why the device has no matmul kernel with scales for blocks; "" if it has one.
 

@@ -121,6 +121,9 @@ with required_names():
     current_graph_task_id = torch._C._current_graph_task_id
     """A function that returns the number of the backward that runs in this thread; -1 if none runs."""
 
+    current_autograd_node = torch._C._current_autograd_node
+    """A function that returns the autograd node that runs in this thread; None if none runs."""
+
     set_grad_enabled = torch._C._set_grad_enabled
     """The function that Dynamo's graph calls for `torch.set_grad_enabled`."""
 
@@ -715,6 +718,11 @@ def ddp_goes_on() -> bool:
     return module is not None and not module.require_backward_grad_sync
 
 
+def ddp_runs() -> bool:
+    """Return whether the running forward is of DistributedDataParallel."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
 def ddp_joins() -> bool:
     """Return whether the running forward is of DistributedDataParallel under `join`, for uneven inputs.
 
@@ -722,6 +730,17 @@ def ddp_joins() -> bool:
     """
     module = DistributedDataParallel._active_ddp_module
     return module is not None and module._join_config.enable
+
+
+def will_accumulate(node: Any) -> bool:
+    """Return whether the running backward adds what it hands to this `AccumulateGrad` node to a tensor's `.grad`.
+
+    `torch.autograd.grad` returns it instead; torch then raises an error if asked about the node of a leaf.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 @functools.cache

@@ -40,9 +40,7 @@ def lower_eager(
     module: fx.GraphModule, inputs: list[Any], joint_passes: JointPasses, later: Later | None
 ) -> Callable[..., Any]:
     """Lower a graph as `lower_through_inductor` does, with the same passes, to graphs that run op by op."""
-    kernel_passes = KernelPasses(
-        joint_passes.config, joint_passes.dump, joint_passes.timing, lambda: joint_passes.gemms
-    )
+    kernel_passes = KernelPasses(joint_passes.config, joint_passes.dump, joint_passes.timing, joint_passes)
 
     def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
         kernel_passes.attempt = attempt

@@ -17,8 +17,8 @@ from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Body, MatmulChoice
 from fp8pass.graph.attempt import FIRST, Attempt
-from fp8pass.graph.builder import multiplies
-from fp8pass.graph.pass_base import JointContext, Pass
+from fp8pass.graph.builder import is_tensor, multiplies
+from fp8pass.graph.pass_base import GradientOf, JointContext, Pass
 from fp8pass.graph.refusal import LeftOut
 from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import cpu_key
@@ -61,6 +61,8 @@ class JointPasses(CustomGraphPass):
         each layer that the graph stands for."""
         self.is_repeated = False
         """True if a checkpoint around the graph runs its whole forward once more."""
+        self.gradients: list[GradientOf | None] = []
+        """What each output of the latest graph is the gradient of."""
         self.parts = 0
         self.timing = Timing("") if timing is None else timing
 
@@ -79,6 +81,7 @@ class JointPasses(CustomGraphPass):
         self.parts += 1
         with self.timing.counting("passes"):
             run_all(self.passes, graph, context, self.dump, part, verifier(graph, context))
+            self.gradients = gradients_of(graph)
             self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
             if (drawing := drawn()) is not None:
                 drawing.verdicts(self.gemms)
@@ -119,6 +122,16 @@ class JointPasses(CustomGraphPass):
         part = Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes)
         publish(part)
         self.report.add(part)
+
+
+def gradients_of(joint: fx.Graph) -> list[GradientOf | None]:
+    """Return, for each output of a joint graph, the input whose gradient it is; None for other outputs."""
+    # AOTAutograd describes inputs and outputs; a gradient's description holds that of its input
+    inputs = [p for p in joint.find_nodes(op="placeholder") if is_tensor(p) and not p.name.startswith("tangents")]
+    positions = {p.meta.get("desc"): i for i, p in enumerate(inputs)}
+    descriptions = joint.output_node().meta.get("desc") or []
+    found = (positions.get(getattr(description, "grad_of", None)) for description in descriptions)
+    return [None if position is None else GradientOf(position, len(inputs)) for position in found]
 
 
 def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[JointContext]]:

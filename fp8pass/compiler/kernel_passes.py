@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -12,11 +11,11 @@ from fp8pass.base._torch import CustomGraphPass
 from fp8pass.compiler import order, time_on_gpu
 from fp8pass.compiler.cache_keys import sources_hash
 from fp8pass.compiler.heuristics import ONE_AT_A_TIME
+from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.attempt import FIRST
-from fp8pass.graph.pass_base import KernelsContext
-from fp8pass.graph.verdict import Gemm
+from fp8pass.graph.pass_base import GradientOf, KernelsContext
 from fp8pass.hardware import cpu_key
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
@@ -28,7 +27,7 @@ from fp8pass.report.report import Timing
 class KernelPasses(CustomGraphPass):
     """Inductor's `post_grad_custom_pre_pass`. attempt: that of the current graph; a backward may have another one.
 
-    gemms: returns the verdicts of the graph's matmuls, as `JointPasses.gemms` has them then; they get notes.
+    joint: the passes that ran over forward and backward in one graph; the verdicts of its matmuls get notes.
     """
 
     def __init__(
@@ -36,18 +35,18 @@ class KernelPasses(CustomGraphPass):
         config: Config,
         dump: Dump | None = None,
         timing: Timing | None = None,
-        gemms: Callable[[], Mapping[str, Sequence[Gemm]]] = dict,
+        joint: JointPasses | None = None,
     ) -> None:
         self.config = config
         self.dump = dump or Dump()
         self.timing = Timing("") if timing is None else timing
-        self.gemms = gemms
+        self.joint = joint
         self.attempt = FIRST
         self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
         """Return a key of the passes' sources, what they read, the passes left out after a fault, and the CPU."""
-        read = self.config.epilogues, self.config.target
+        read = self.config.epilogues, self.config.target, self.config.accumulate_in_matmul, self._gradients()
         return sources_hash() + repr((read, self.attempt.form, sorted(self.attempt.without), cpu_key())).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -64,13 +63,17 @@ class KernelPasses(CustomGraphPass):
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
         times = time_on_gpu.autotunes() and not is_pretended()  # a pretended GPU runs nothing
         context = KernelsContext(self.config, seconds_of=self._seconds if times else None)
+        context.gradients = self._gradients() if backward else []
         with ONE_AT_A_TIME, self.timing.counting("passes"):
             run_all(todo, graph, context, self.dump, f"{part}{number}", verifier(graph, context))
         for name, note in context.fused.items():
-            for gemm in self.gemms().get(name, ()):
+            for gemm in self.joint.gemms.get(name, ()) if self.joint is not None else ():
                 gemm.note = gemm.note or note
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
+
+    def _gradients(self) -> list[GradientOf | None]:
+        return self.joint.gradients if self.joint is not None and self.config.accumulate_in_matmul else []
 
     def _seconds(self, module: fx.GraphModule) -> float:
         """Time a graph that is compiled with the same passes, of which none fuses matmuls."""

@@ -32,6 +32,8 @@ from fp8pass.passes.joint.save_sums import SaveSums
 from fp8pass.passes.joint.save_transposes import SaveTransposes
 from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.passes.joint.use_transposes import UseTransposes
+from fp8pass.passes.kernels.add_gradients import AddGradients
+from fp8pass.passes.kernels.add_products import AddProducts
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
@@ -95,6 +97,8 @@ KERNELS: tuple[Pass[KernelsContext], ...] = (
     BatchAmaxes(),
     Materialize(),  # after the passes that change which nodes read a tensor
     KeepStrides(),  # likewise
+    AddGradients(),  # after the passes that look for `_scaled_mm`
+    AddProducts(),  # likewise
     EmulateMatmuls(),  # last: the other passes look for `_scaled_mm`
 )
 """The passes over forward, backward and update as separate graphs. They change kernels, not numerics."""

@@ -34,7 +34,7 @@ def lower_through_inductor(
 ) -> Callable[..., Any]:
     """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
     dump = joint_passes.dump
-    kernel_passes = KernelPasses(joint_passes.config, dump, joint_passes.timing, lambda: joint_passes.gemms)
+    kernel_passes = KernelPasses(joint_passes.config, dump, joint_passes.timing, joint_passes)
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         def lower(module: fx.GraphModule, attempt: Attempt) -> Any:

@@ -71,9 +71,23 @@ class JointContext(Context):
     """The verdict of every matmul node that the graph held at the start."""
 
 
+@dataclass(frozen=True)
+class GradientOf:
+    """The input of a forward that a result of its backward is the gradient of.
+
+    position: among the tensors that the forward is called with. count: number of these.
+    """
+
+    position: int
+    count: int
+
+
 @dataclass
 class KernelsContext(Context):
     """Hold what the passes over forward, backward and update as separate graphs share."""
+
+    gradients: list[GradientOf | None] = field(default_factory=list)
+    """For each output of a backward to whose matmuls gradients of earlier microbatches are handed: what it is."""
 
     fused: dict[str, str] = field(default_factory=dict)
     """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""

@@ -230,18 +230,23 @@ class _Gemm:
         return {"bytes_formula": str(moved), "seconds_formula": str(self.seconds(target))}
 
 
-# Matmuls of ATen: the position of the first matrix among their arguments; the second matrix comes next.
-_MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
+# Matmuls: the position of the first matrix among their arguments; the second matrix comes next.
+_MATRICES = {
+    "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_grouped_mm": 0,
+    "_scaled_mm": 0, "_scaled_addmm": 1, "_scaled_addmm_": 1, "added_gradient": 0,
+}  # fmt: skip
 
 
 def _gemm(op: fx.Node, size: Callable[[Any], Any] = hint_of) -> _Gemm | None:
     """Return a call's matmul; None if it is none. size: what to make of a size."""
     name = getattr(op.target, "__name__", "").partition(".")[0]
     first = _MATRICES.get(name)
-    if first is None or getattr(op.target, "namespace", "") != "aten":
+    if first is None or getattr(op.target, "namespace", "") not in ("aten", "fp8pass"):
         return None
     a, b = (_val(op.args[i]) for i in (first, first + 1))
-    scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else "rowwise" if "scaled" in name else ""
+    scaling = "rowwise" if "grouped" in name and "scaled" in name else "tensorwise" if a.itemsize == 1 else ""
+    if name == "_scaled_mm":
+        scaling = _scaling(_val(op.args[2]), a)
     of_a, of_b = (tuple(map(size, op.args[i].meta["val"].shape)) for i in (first, first + 1))  # type: ignore[union-attr]
     batches = of_a[0] if a.dim() == 3 else 1
     m, k = of_a[-2:]

@@ -175,6 +175,10 @@ class Config(Checked):
     """Divide the gated activation that a linear layer reads by a power of two for each channel, and multiply the weight
     by it, exactly: True, or name patterns of these layers (`*.down_proj`). No channel then outgrows the scale of
     delayed scaling; the weight is quantized in each forward, by its own amax."""
+    accumulate_in_matmul: bool = field(default=True, metadata=FLAG.field)
+    """Let the matmul of a weight's gradient add to the float32 `.grad` that earlier microbatches have left, instead of
+    a kernel after it: in `fp8pass.accumulate`, and in a `fp8pass.train_step` that loops over microbatches. Only with
+    torch 2.15 on GPUs, with one scale for each operand, and not under DistributedDataParallel or with CUDA graphs."""
     frozen: str = field(default="off", metadata=names(*FROZEN).field)
     """"fp8" keeps weights of linear layers that require no gradient in FP8 alone, 1 byte per element, from the moment
     their layer is compiled: see `fp8pass.freeze`."""
@@ -237,10 +241,13 @@ class Config(Checked):
     @property
     def compiles_once(self) -> bool:
         """True if equal layers are compiled once."""
-        if self.compile_once is not None:
-            return self.compile_once
+        return not self.records_graphs if self.compile_once is None else self.compile_once
+
+    @property
+    def records_graphs(self) -> bool:
+        """True if CUDA graphs are recorded."""
         options = list_mode_options(self.mode) if self.mode is not None else {}
-        return not options.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+        return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
     @property
     def moments(self) -> Moments | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_MODULES = tuple(f"fp8pass.quant.{file}" for file in ("ops", "kernel_ops", "grouped", "monitor_ops"))
+_MODULES = tuple(f"fp8pass.quant.{file}" for file in ("ops", "kernel_ops", "grouped", "monitor_ops", "added_gradient"))
 """The files that define custom ops."""
 
 

@@ -32,6 +32,7 @@ from fp8pass.base._torch import (
     _CheckpointFrame,
     current_graph_task_id,
     ddp_goes_on,
+    ddp_runs,
     modules_of,
     pipeline_call,
     top_saved_tensors_hooks,
@@ -122,6 +123,14 @@ def accumulate(module: Any) -> Iterator[None]:
         _accumulations.append(accumulation)
         stack.callback(_accumulations.remove, accumulation)
         yield
+
+
+def accumulates() -> bool:
+    """Return whether gradients of several microbatches are added up in parameters: within `accumulate`, without DDP.
+
+    DistributedDataParallel has its own buffers for them.
+    """
+    return bool(_accumulations) and not ddp_runs()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -258,18 +259,22 @@ class TrainStep:
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this as its backend."""
         running = frames_op_by_op(until=TrainStep.__call__.__code__)
-        for frame in running:
-            if not frame.f_code.co_filename.startswith(PACKAGE):
-                self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
+        users = [frame for frame in running if not frame.f_code.co_filename.startswith(PACKAGE)]
+        for frame in users:
+            self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
         self._calls.place(module)
-        return self._compile_part(module, example_inputs)
+        # a step runs op by op where it loops over microbatches; another one has a single gradient of each parameter
+        return self._compile_part(module, example_inputs, self.config.accumulate_in_matmul and bool(users))
 
-    def _compile_part(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile_part(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any], accumulates: bool = False
+    ) -> Callable[..., Any]:
         """Compile one graph, of the step or of an update that the backward calls."""
         # `_first_call` has checked the patterns against all models of the step
         check_compiled(self.config, module.graph, models_checked=True)
         with collect() as report:
-            compiled = compile_graph(module, example_inputs, self.config)
+            config = replace(self.config, accumulate_in_matmul=accumulates)
+            compiled = compile_graph(module, example_inputs, config)
         if (graph_break := break_of(module)) is not None:
             report.breaks.append(graph_break)
         if (again := recompile_of(module, self._compiled_ids)) is not None:

@@ -90,6 +90,13 @@ def test_experts_compile(layers: int) -> None:
     assert found["own_ops"] == found["min_nan"] == 0
 
 
+@pytest.mark.parametrize(("what", "op"), [("grad", "added_gradient"), ("main_grad", "_scaled_addmm_")])
+def test_weight_gradients_are_added_in_the_matmul(what: str, op: str) -> None:
+    """From torch 2.15 on, in place, each by one call; on earlier versions the calls are those without."""
+    adding = (2 if what == "grad" else 1) if hasattr(torch.ops.aten, "_scaled_addmm_") else 0
+    assert pretend("accumulating", what) == {"_scaled_mm": 4 - adding, **({op: adding} if adding else {})}
+
+
 SIMILAR = [pytest.mark.variant]
 OF_LIBRARIES = [pytest.param(n, marks=SIMILAR * (n == "flash, positions first")) for n in LIBRARIES]
 

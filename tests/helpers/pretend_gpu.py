@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,22 @@ def experts(gpu: FakeCuda, layers: str) -> list[str]:
     return generated(gpu, both if layers == "2" else one, x, offs, min_speedup=0, target="sm_90", strict=True)
 
 
+def accumulating(gpu: FakeCuda, what: str) -> dict[str, int]:
+    """Return how often the code of a backward calls FP8 matmuls: alone, and with an addition.
+
+    what: "grad", of two layers within `accumulate`; or "main_grad", of a Function that adds to that.
+    """
+    from tests.helpers.functions import WithMainGrad
+    from tests.helpers.models import Block
+
+    model, x = (Block(64, 128), torch.randn(64, 64)) if what == "grad" else (WithMainGrad(), torch.randn(64, 32))
+    torch._dynamo.reset()
+    with fp8pass.accumulate(model) if what == "grad" else contextlib.nullcontext():
+        _, code = generated(gpu, model, x.requires_grad_(), min_speedup=0, target="sm_90", strict=True)
+    calls = Counter(re.findall(r"= torch\.ops\.(?:fp8pass|aten)\.(added_gradient|_scaled_addmm_?)\.default\(", code))
+    return {"_scaled_mm": code.count("extern_kernels._scaled_mm("), **calls}
+
+
 def parts(gpu: FakeCuda) -> list[str]:
     """Return the code that rounds this rank's parts of a parameter and of a moment, with keys i32[n, 2]."""
     from fp8pass.quant import ops
@@ -278,7 +295,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
     what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed
-    by `which` of `on_gpu`; "experts", followed by the number of layers; "parts"; "candidates" and an architecture, before
+    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "parts"; "candidates" and an architecture, before
     a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
     last two.
     """
@@ -294,6 +311,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return candidates(gpu, *of)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
+    if what == "accumulating":
+        return accumulating(gpu, *of)
     if what == "libraries":
         return strides_of(gpu, *of)
     functions = {"rules": rules, "experts": experts, "parts": parts}
