@@ -53,7 +53,7 @@ class JointPasses(CustomGraphPass):
         self.body = body
         self.attempt = attempt
         self.is_update = is_update
-        self.passes = _joint_passes(is_update, attempt)
+        self.passes = _joint_passes(is_update and not any(choice.scaling for choice in choices), attempt)
         self.dump = dump or Dump()
         self.report = Report() if report is None else report
         self.gemms: dict[str, list[Gemm]] = {}
@@ -134,11 +134,11 @@ def gradients_of(joint: fx.Graph) -> list[GradientOf | None]:
     return [None if position is None else GradientOf(position, len(inputs)) for position in found]
 
 
-def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[JointContext]]:
+def _joint_passes(is_listed: bool, attempt: Attempt) -> list[Pass[JointContext]]:
     if attempt.form == "plain":
         return []
     # where nothing runs in FP8, only passes that give verdicts, or that what runs needs: see `REQUIRED`
-    only_listed = is_update or attempt.form == "declined"
+    only_listed = is_listed or attempt.form == "declined"
     left = set() if attempt.runs(KeepStrides.name) else {ReadCopies.name}  # whose changes need it
     return [
         p

@@ -127,6 +127,7 @@ def _update() -> tuple[Pass[UpdateContext], ...]:
     """Return `UPDATE`: the passes over Dynamo's graph of an optimizer's update."""
     from fp8pass.passes.update.expand_foreach import ExpandForeach
     from fp8pass.passes.update.lift_bfloat16 import LiftBfloat16
+    from fp8pass.passes.update.quantize_products import QuantizeProducts
     from fp8pass.passes.update.read_moments import ReadMoments
     from fp8pass.passes.update.round_bfloat16 import RoundBfloat16
     from fp8pass.passes.update.skip_nonfinite import SkipNonfinite
@@ -142,7 +143,8 @@ def _update() -> tuple[Pass[UpdateContext], ...]:
         SkipNonfinite(),  # after these two: it restores tensors as they were read
         WriteMoments(),  # after SkipNonfinite, which decides whether moments are written
         RoundBfloat16(),  # likewise
-        WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
+        WriteWeights(),  # after these: it reads parameters as the update leaves them, restored or not
+        QuantizeProducts(),  # last: the other passes know the ops of optimizers
     )
 
 

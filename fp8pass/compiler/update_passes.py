@@ -46,4 +46,4 @@ def annotated_update(
     run_all(todo, module.graph, context, dump or Dump(), "dynamo", linter(module), of_now)
     module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
-    return Annotation(module, [], [], inputs=[*context.inputs], is_update=True)
+    return Annotation(module, context.choices, [], inputs=[*context.inputs], is_update=True)

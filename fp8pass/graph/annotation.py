@@ -21,7 +21,7 @@ from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import SavedTensor
 from fp8pass.quant import ops
-from fp8pass.recipes import Recipe
+from fp8pass.recipes import Kind, Recipe, Role
 from fp8pass.states.slots import SlotTable
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -85,6 +85,22 @@ class Body:
         if number == 1:
             return first or "what is around the layers"
         return f"{number} calls of {first}" if first == last else f"{number} equal layers, {first} to {last}"
+
+
+@dataclass(frozen=True)
+class SingleProduct:
+    """Tells of a matmul in a Function or an update, which is one product, which one it is, and what its operands are.
+
+    A call of a layer stands for three. roles: of its two operands, as in `MatmulSignature`. late: True if the backward
+    of a Function computes it. told: False if nothing tells which operand is a gradient. forward: the product of the
+    forward that it belongs to; None if it is one itself, or if none was found.
+    """
+
+    kind: Kind
+    roles: tuple[Role, Role]
+    late: bool
+    told: bool = True
+    forward: fx.Node | None = None
 
 
 @dataclass

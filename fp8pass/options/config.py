@@ -41,6 +41,7 @@ ON_FAULT = ("warn", "raise")
 OPTIMIZER_STATES = ("off", *NAMED)
 UPDATE_ROUNDINGS = ("nearest", "stochastic")
 FROZEN = ("off", "fp8")
+UPDATE_MATMULS = ("off", "fp8")
 EPILOGUES = ("auto", "off", "always")
 WEIGHT_AMAXES = ("measured", "predicted")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
@@ -189,6 +190,8 @@ class Config(Checked):
     update_rounding: str = field(default="nearest", metadata=names(*UPDATE_ROUNDINGS).field)
     """"stochastic" computes updates of bfloat16 parameters in float32, and rounds each result once, up or down by
     chance, so that small steps count as they would in float32. Only in `fp8pass.train_step`."""
+    update_matmuls: str = field(default="off", metadata=names(*UPDATE_MATMULS).field)
+    """"fp8" runs the matmuls of compiled updates, such as Muon's, in FP8, with scales of rows that are not rounded."""
     update_in_backward: bool = field(default=False, metadata=FLAG.field)
     """Update each parameter while the backward runs, as soon as its gradient is complete, and free the gradient. Only
     in `fp8pass.train_step`, for steps with one backward that leave gradients as they are: no clipping, no scaler."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from fp8pass.base.names import Names
+from fp8pass.graph.annotation import SingleProduct
 from fp8pass.passes.common.function_graphs import FunctionGraphs
 from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.patterns import reach
@@ -28,8 +28,10 @@ from fp8pass.passes.dynamo.write_matmuls import name_of
 from fp8pass.recipes import Kind, Role
 
 _VIEWS = frozenset(
-    ("contiguous", "flatten", "getattr", "mT", "permute", "reshape", "squeeze", "t", "T", "transpose", "unflatten")
-) | {"unsqueeze", "view", "view_as"}  # "getattr" is what Dynamo calls for `x.T` and `x.mT`
+    ("contiguous", "flatten", "mT", "permute", "reshape", "squeeze", "t", "T", "transpose", "unflatten")
+) | {"unsqueeze", "view", "view_as"}
+_COPIES = frozenset(("contiguous", "flatten", "reshape"))
+"""Views that may be copies."""
 _CASTS = frozenset(("bfloat16", "clone", "detach", "float", "half", "to", "type", "type_as"))
 _PARTS = frozenset(("chunk", "getitem", "narrow", "select", "split"))
 _SUMS = frozenset(
@@ -39,25 +41,10 @@ _SCALINGS = frozenset(("div", "div_", "imul", "itruediv", "mul", "mul_", "truedi
 """Linear in one operand if the other is one number."""
 
 
-@dataclass(frozen=True)
-class FunctionMatmul:
-    """Tells which product of its layer a matmul in a Function is, and what its operands are.
-
-    roles: of its two operands, as in `MatmulSignature`. late: True if the backward computes it. forward: the product of
-    the forward that it belongs to; None if it is one itself, or if none was found.
-    """
-
-    kind: Kind
-    roles: tuple[Role, Role]
-    late: bool
-    told: bool = True
-    forward: fx.Node | None = None
-
-
 _OUTPUT: tuple[Role, Role] = ("input", "weight")
 
 
-def products_of(graphs: FunctionGraphs, names: Names) -> dict[fx.Node, FunctionMatmul]:
+def products_of(graphs: FunctionGraphs, names: Names) -> dict[fx.Node, SingleProduct]:
     """Return what each matmul in a Function is."""
     return _Roles(graphs, names).products()
 
@@ -70,7 +57,7 @@ class _Roles:
         self.outputs: dict[fx.Node, MatmulSignature] = {}
         """The products of the forward that are outputs of layers."""
 
-    def products(self) -> dict[fx.Node, FunctionMatmul]:
+    def products(self) -> dict[fx.Node, SingleProduct]:
         matmuls = {
             node: signature
             for module in (self.graphs.forward, self.graphs.backward)
@@ -82,7 +69,7 @@ class _Roles:
         return {
             node: self._gradient(node, signature)
             if node in gradients
-            else FunctionMatmul("output", _OUTPUT, self._is_late(node))
+            else SingleProduct("output", _OUTPUT, self._is_late(node))
             for node, signature in matmuls.items()
         }
 
@@ -104,17 +91,17 @@ class _Roles:
 
         return any(self._is_late(node) and self.graphs.positions(node) for node in reach([product], carried))
 
-    def _gradient(self, node: fx.Node, signature: MatmulSignature) -> FunctionMatmul:
+    def _gradient(self, node: fx.Node, signature: MatmulSignature) -> SingleProduct:
         a, b = _operands(node, signature)
         late = self._is_late(node)
         known = [(late and x not in self.from_gradient) or (not late and self._is_input(x)) for x in (a, b)]
         if known[0] == known[1]:  # a product of two gradients, for example
-            return FunctionMatmul("output", _OUTPUT, late, told=False)
+            return SingleProduct("output", _OUTPUT, late, told=False)
         value = a if known[0] else b
         role, forward = self._role_in_forward(value)
         kind: Kind = "grad_input" if role == "weight" else "grad_weight"
         roles: tuple[Role, Role] = (role, "grad_output") if value is a else ("grad_output", role)
-        return FunctionMatmul(kind, roles, late, forward=forward)
+        return SingleProduct(kind, roles, late, forward=forward)
 
     def _is_input(self, operand: fx.Node) -> bool:
         origin = self._origin(operand)
@@ -143,7 +130,8 @@ class _Roles:
 def without_views(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
     """Return the views that lead to `node`, the last first, and then the tensor that they are views of.
 
-    Only [node] if something may be written into that tensor, or into a view or copy of it, before `reader` reads it.
+    Only [node] if one of them may be a copy, and something may be written into what it copies, or into it, before
+    `reader` reads it.
     """
     chain = [node]
     while chain[-1].op in ("call_function", "call_method") and name_of(chain[-1]) in _VIEWS:
@@ -152,7 +140,8 @@ def without_views(node: fx.Node, reader: fx.Node) -> list[fx.Node]:
             break  # `view` may also read the bits as another dtype
         chain.append(source)
     storages = {storage_of(_value(n)) for n in chain}
-    between = itertools.takewhile(lambda n: n is not reader, _after(chain[-1]))
+    copies = [n for n in chain[:-1] if name_of(n) in _COPIES]
+    between = itertools.takewhile(lambda n: n is not reader, _after(copies[-1])) if copies else ()
     writing = (n for n in between if mutates(n))
     if any(_is_tensor(x) and storage_of(_value(x)) in storages for n in writing for x in n.all_input_nodes):
         return [node]

@@ -15,15 +15,16 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from fp8pass.base.node_meta import GATHERED, PIECE, QUANTIZED, QuantizedTensor
-from fp8pass.graph.annotation import MatmulChoice
+from fp8pass.graph.annotation import MatmulChoice, SingleProduct
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.options import overrides
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import NewSlot, Weight
 from fp8pass.passes.dynamo.check_matmul import CheckedCall
-from fp8pass.passes.dynamo.product_roles import FunctionMatmul, without_views
+from fp8pass.passes.dynamo.product_roles import without_views
 from fp8pass.passes.dynamo.quantizers import Pair, is_uniform, quantizers, quantizers_of_product, with_weight_of_now
+from fp8pass.passes.dynamo.write_matmuls import name_of
 from fp8pass.quant import ops, sharded
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import FACTORS, KINDS, Kind, Recipe, Role
@@ -41,7 +42,8 @@ class Walk:
 
     graph: the graph that the walk is in, Dynamo's or a region's. quantized: its quantized tensors, by the tensor, the
     op, the quantizer and the group offsets. merged, quantized_in: see `DynamoContext`. products: the matmuls in
-    Functions. saved: {input of a Function's backward: the node of its forward}. slot_of: the slots of Functions.
+    Functions and in updates. saved: {input of a Function's backward: the node of its forward}. slot_of: the slots of
+    Functions.
     """
 
     def __init__(self, context: DynamoContext) -> None:
@@ -59,7 +61,7 @@ class Walk:
         self.by_columns: set[fx.Node] = set()
         self.weights: dict[fx.Node, Weight] = {}
         self.calls: Counter[Any] = Counter()
-        self.products: dict[fx.Node, FunctionMatmul] = {}
+        self.products = dict(context.products)
         self.saved: dict[fx.Node, fx.Node] = {}
         self.slot_of: dict[Hashable, NewSlot] = {}
 
@@ -121,7 +123,7 @@ class QuantizeCall:
         return quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, self.choice.name)
 
     def _quantizers_of_product(
-        self, product: FunctionMatmul, operands: tuple[Tensor, Tensor], units: Mapping[Kind, overrides.Unit]
+        self, product: SingleProduct, operands: tuple[Tensor, Tensor], units: Mapping[Kind, overrides.Unit]
     ) -> dict[Kind, Pair]:
         """Return the quantizers of a matmul in a Function, as those of an output: it has no other products."""
 
@@ -248,10 +250,15 @@ class QuantizeCall:
     def _operand_of_product(self, operand: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
         """Return an operand of a matmul in a Function, quantized and dequantized.
 
-        With one scale for the tensor, it is quantized before it is viewed: so forward and backward quantize the same.
+        It is quantized before it is viewed if that is the same: so forward and backward quantize the same tensor, and
+        `x @ x.T` quantizes once.
         """
-        whole = isinstance(quantizer, ops.Delayed | ops.Dynamic | ops.Static | ops.Observe)
-        *views, x = without_views(operand, self.call.node) if whole else [operand]
+        *views, x = without_views(operand, self.call.node)
+        if isinstance(quantizer, ops.Rowwise) and all(map(_is_transpose, views)):
+            dims = tuple(1 - dim for dim in quantizer.dims) if len(views) % 2 else quantizer.dims
+            quantizer = replace(quantizer, dims=dims)
+        elif not isinstance(quantizer, ops.Delayed | ops.Dynamic | ops.Static | ops.Observe):
+            views, x = [], operand
         slot = self._slot_in_forward(x, role, quantizer)
         if slot is not None and isinstance(quantizer, ops.Observe):
             return operand  # the forward has observed it
@@ -379,6 +386,11 @@ class QuantizeCall:
         if PIECE in self.call.node.meta:  # `like` may be in an earlier part of the graph
             new.meta[PIECE] = self.call.node.meta[PIECE]
         return new
+
+
+def _is_transpose(view: fx.Node) -> bool:
+    """Return whether a view is the transpose of a matrix."""
+    return view.meta["example_value"].dim() == 2 and name_of(view) in ("T", "mT", "t", "transpose")
 
 
 def _is_cacheable(x: Tensor) -> bool:

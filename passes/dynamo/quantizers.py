@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8pass.graph.annotation import SingleProduct
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.matmul_calls import Dims
-from fp8pass.passes.dynamo.product_roles import FunctionMatmul
 from fp8pass.quant import ops
 from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import (
@@ -74,7 +74,7 @@ def quantizers(
 
 
 def quantizers_of_product(
-    product: FunctionMatmul, recipe: Recipe, dims: Dims, operands: Sequence[Tensor], name: str
+    product: SingleProduct, recipe: Recipe, dims: Dims, operands: Sequence[Tensor], name: str
 ) -> Pair | Reject:
     """Return the quantizers of the operands of a matmul in a Function, as `quantizers` does."""
     if left_out := _left_out(recipe, product.kind, name):

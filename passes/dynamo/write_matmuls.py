@@ -129,8 +129,10 @@ def why_convolution(
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the function or method of torch that the node calls; "" for any other node."""
+    """Return the name of the function, method or attribute of torch that the node calls; "" for any other node."""
     target = node.target
+    if target is getattr:  # what Dynamo calls for `x.T`
+        return str(node.args[1])
     if node.op == "call_method":
         return str(target)
     if node.op != "call_function":

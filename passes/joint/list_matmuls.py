@@ -348,7 +348,9 @@ def _custom(node: fx.Node) -> dict[str, Any]:
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 _CONVOLUTION = LeftOut("convolution", "a convolution that the annotate pass has not seen as a call of torch")
-_OF_UPDATE = LeftOut("update", "in an update of parameters: what an optimizer computes stays in high precision")
+_OF_UPDATE = LeftOut(
+    "update", "in an update of parameters, which computes in high precision without update_matmuls='fp8'"
+)
 
 
 def _why_unknown(node: fx.Node) -> Reject:
