@@ -114,6 +114,11 @@ ONLY_WITH = {
 """{option: names of the passes of `DYNAMO` that have nothing to do without it}."""
 
 
+OF_UPDATE_MATMULS = ("write_matmuls", "annotate")
+"""Names of the passes of `DYNAMO` that run over an update too, with `update_matmuls`, after those of `UPDATE`, which know
+the ops of optimizers."""
+
+
 def __getattr__(name: str) -> Any:
     """Return `UPDATE` or `TRACED`. Training a plain model needs neither, so their passes are loaded here."""
     lists = {"UPDATE": _update, "TRACED": _traced}
@@ -127,7 +132,6 @@ def _update() -> tuple[Pass[UpdateContext], ...]:
     """Return `UPDATE`: the passes over Dynamo's graph of an optimizer's update."""
     from fp8pass.passes.update.expand_foreach import ExpandForeach
     from fp8pass.passes.update.lift_bfloat16 import LiftBfloat16
-    from fp8pass.passes.update.quantize_products import QuantizeProducts
     from fp8pass.passes.update.read_moments import ReadMoments
     from fp8pass.passes.update.round_bfloat16 import RoundBfloat16
     from fp8pass.passes.update.skip_nonfinite import SkipNonfinite
@@ -143,8 +147,7 @@ def _update() -> tuple[Pass[UpdateContext], ...]:
         SkipNonfinite(),  # after these two: it restores tensors as they were read
         WriteMoments(),  # after SkipNonfinite, which decides whether moments are written
         RoundBfloat16(),  # likewise
-        WriteWeights(),  # after these: it reads parameters as the update leaves them, restored or not
-        QuantizeProducts(),  # last: the other passes know the ops of optimizers
+        WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
     )
 
 

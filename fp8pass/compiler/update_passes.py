@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from fp8pass.base.names import Names
 from fp8pass.compiler import order
 from fp8pass.compiler.run_passes import linter, run_all
 from fp8pass.dump.writer import Dump
-from fp8pass.graph.annotation import Annotation, copy_to_edit
+from fp8pass.graph.annotation import Annotation, MatmulChoice, copy_to_edit
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.graph.inputs import examples_of
+from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.options.config import Config
+from fp8pass.recipes import RowwiseScaling
 
 if TYPE_CHECKING:
     from fp8pass.weights.update_inputs import UpdateCall
@@ -44,6 +47,28 @@ def annotated_update(
         return [*args, *(examples_of(context.inputs, call, args) if call is not None else ())]
 
     run_all(todo, module.graph, context, dump or Dump(), "dynamo", linter(module), of_now)
+    choices = [] if config.update_matmuls == "off" else _annotated(module, config, attempt, dump or Dump(), of_now)
     module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
-    return Annotation(module, context.choices, [], inputs=[*context.inputs], is_update=True)
+    return Annotation(module, choices, [], inputs=[*context.inputs], is_update=True)
+
+
+OF_UPDATES = RowwiseScaling(power_of_2=False)
+"""The recipe of matmuls of updates. Muon iterates towards an orthogonal matrix. The largest elements of its Gram matrix
+are on the diagonal: with a scale for each row, which is not rounded, they are exact. With one scale for the tensor, or
+scales of powers of two, they are off by up to 6%, and the iteration diverges on small matrices."""
+
+
+def _annotated(
+    module: fx.GraphModule, config: Config, attempt: Attempt, dump: Dump, examples: Callable[[], Sequence[Any]]
+) -> list[MatmulChoice]:
+    """Annotate the matmuls of an update's graph; return what is decided about each. examples: of its inputs."""
+    kept = {name: getattr(config, name) for name in ("min_speedup", "target", "strict")}
+    annotation, names = Annotation(module, [], []), Names(module.graph.find_nodes(op="placeholder"))
+    context = DynamoContext(
+        Config(recipe=OF_UPDATES, **kept), annotation=annotation, declined=attempt.reason, names=names, is_update=True
+    )
+    todo = [p for p in order.DYNAMO if p.name in order.OF_UPDATE_MATMULS and attempt.runs(p.name)]
+    run_all(todo, module.graph, context, dump, "dynamo", linter(module), examples)
+    assert not annotation.inputs, "a recipe without state adds no inputs"
+    return annotation.choices

@@ -10,7 +10,7 @@ from sympy import Expr
 from torch import fx
 
 from fp8pass.base.names import Names
-from fp8pass.graph.annotation import Annotation, MatmulChoice, SingleProduct
+from fp8pass.graph.annotation import Annotation, MatmulChoice
 from fp8pass.graph.builder import Builder, Computed
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
@@ -42,7 +42,7 @@ class DynamoContext(Context):
     layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
     quantized_in: for each tensor that matmuls of several pieces read, the number of the piece that quantizes it.
     splits: see `split_sizes`. refused: for each convolution that stays one, the reason. smoothed: calls whose operands
-    `smooth_swiglu` has scaled. products: matmuls that are not calls of layers, with what each is.
+    `smooth_swiglu` has scaled. is_update: True if the graph updates parameters.
     """
 
     annotation: Annotation = field(kw_only=True)
@@ -53,7 +53,7 @@ class DynamoContext(Context):
     quantized_in: dict[fx.Node, int] = field(default_factory=dict)
     refused: dict[fx.Node, Reject] = field(default_factory=dict)
     smoothed: set[fx.Node] = field(default_factory=set)
-    products: dict[fx.Node, SingleProduct] = field(default_factory=dict)
+    is_update: bool = False
     splits: dict[Expr, dict[int, bool | None]] = field(default_factory=dict)
 
 

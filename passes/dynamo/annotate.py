@@ -34,7 +34,7 @@ from fp8pass.base._torch import set_grad_enabled
 from fp8pass.base.errors import Fp8Error, faults_of, warn_once
 from fp8pass.base.names import source_of
 from fp8pass.base.node_meta import IN_BACKWARD, IN_FORWARD
-from fp8pass.graph.annotation import CHECKPOINT, COND, FUNCTION, MatmulChoice, WeightUse
+from fp8pass.graph.annotation import CHECKPOINT, COND, FUNCTION, MatmulChoice, SingleProduct, WeightUse
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.options.config import Config
@@ -111,6 +111,9 @@ class _Annotator(Walk):
         self.splits = context.splits
         self.in_branch = False
         self.named: dict[fx.Node | None, tuple[str, int]] = {}
+        if context.is_update:  # each of its matmuls is one product, not a layer's call
+            matmuls = (node for node in self.graph.nodes if signature_of(node) is not None)
+            self.products = dict.fromkeys(matmuls, SingleProduct("output", ("input", "weight"), late=False))
 
     def run(self) -> None:
         self._visit_all()

@@ -61,7 +61,7 @@ class Walk:
         self.by_columns: set[fx.Node] = set()
         self.weights: dict[fx.Node, Weight] = {}
         self.calls: Counter[Any] = Counter()
-        self.products = dict(context.products)
+        self.products: dict[fx.Node, SingleProduct] = {}
         self.saved: dict[fx.Node, fx.Node] = {}
         self.slot_of: dict[Hashable, NewSlot] = {}
 

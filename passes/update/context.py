@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.inputs import Input
 from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.state_inputs import add_input
@@ -25,7 +24,6 @@ class UpdateContext(Context):
     `rounded`. updates: i32[1], the number of updates so far; keys: i32[n] or i32[n, 2], see `random_bits.keys_of`, for
     each moment and each tensor in `rounded`; both None if nothing is rounded stochastically. skipped: b8[], true if the
     update must change nothing; None if the update does not check its gradients, or not yet.
-    choices: what is decided about the matmuls, if they have a recipe.
     """
 
     key: UpdateKey = field(kw_only=True)
@@ -36,7 +34,6 @@ class UpdateContext(Context):
     updates: fx.Node | None = None
     keys: fx.Node | None = None
     skipped: fx.Node | None = None
-    choices: list[MatmulChoice] = field(default_factory=list)
 
     def take(self, graph: fx.Graph, name: str, value: Callable[[UpdateCall], Tensor]) -> fx.Node:
         """Add an input to the graph; return its node. value: returns the tensor that a call passes."""

@@ -1,4 +1,4 @@
-"""The quantize_products pass: matmuls of an optimizer in FP8, where the user asks for it."""
+"""Matmuls of an optimizer in FP8, where the user asks for it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_numbers_are_those_of_a_muon_that_quantizes(shape: tuple[int, int]) -> N
 @pytest.mark.compiled
 def test_a_tensor_and_its_transpose_are_quantized_once(tmp_path: Path) -> None:
     updated((64, 32), update_matmuls="fp8", dump_dir=str(tmp_path))
-    (file,) = tmp_path.rglob("*.quantize_products.after.py")
+    (file,) = tmp_path.rglob("*.annotate.after.py")
     # in each iteration: x by rows, for both factors of its Gram matrix, and by columns; c * gram; gram; their product
     assert file.read_text().count("quant_ops_qdq_no_grad(") == 5 * STEPS
 
