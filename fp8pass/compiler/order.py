@@ -115,8 +115,8 @@ ONLY_WITH = {
 
 
 OF_UPDATE_MATMULS = ("write_matmuls", "annotate")
-"""Names of the passes of `DYNAMO` that run over an update too, with `update_matmuls`, after those of `UPDATE`, which know
-the ops of optimizers."""
+"""Names of the passes of `DYNAMO` that run over an update too, with `update_matmuls`: after those of `UPDATE`, which
+know the ops of optimizers."""
 
 
 def __getattr__(name: str) -> Any:
