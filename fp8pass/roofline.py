@@ -362,23 +362,29 @@ def _holds_throughout(at: Callable[[int], tuple[float, float]], low: int, high: 
 
 
 def merged_seconds(
-    target: Target, m: Size, k: int, widths: Sequence[int], recipe: Recipe, element_size: int
+    target: Target,
+    m: Size,
+    k: int,
+    widths: Sequence[int],
+    recipe: Recipe,
+    element_size: int,
+    kinds: Sequence[Kind] = KINDS,
 ) -> tuple[Seconds, Seconds]:
-    """Predict two times of calls that read one input, in training: merging them saves the first minus the second.
+    """Predict two times of calls that read one input: merging them saves the first minus the second.
 
     The calls are [M, K] by [K, N] for each width N. Each separate call runs in high precision or FP8, whichever is
     faster, and their input is quantized once. They give one gradient of the input each, which a kernel adds up.
     """
-    of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
+    of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both="grad_weight" in kinds)
 
     def seconds(n: int, chosen: Recipe | None) -> Seconds:
         around: Seconds = 0.0
         if chosen is not None:
-            around = overhead_seconds(target, m, k, n, chosen, element_size, KINDS) - of_input
-        return call_seconds(target, m, k, n, chosen, element_size, KINDS) + around
+            around = overhead_seconds(target, m, k, n, chosen, element_size, kinds) - of_input
+        return call_seconds(target, m, k, n, chosen, element_size, kinds) + around
 
     each = [(seconds(n, recipe), seconds(n, None)) for n in widths]
-    added = (len(widths) - 1) * m * k * element_size / target.copy_rate
+    added = (len(widths) - 1) * m * k * element_size / target.copy_rate if "grad_input" in kinds else 0.0
     # the shorter of two times is their sum without the longer one: both results are convex in M, for `where`
     longer = sum(_longer(fp8, high_precision) for fp8, high_precision in each)
     return sum(map(sum, each)) + added, longer + seconds(sum(widths), recipe)

@@ -30,6 +30,7 @@ from fp8pass.recipes import (
     Calibration,
     DelayedScaling,
     DynamicScaling,
+    Kind,
     MXFP8Scaling,
     Recipe,
     RowwiseScaling,
@@ -83,7 +84,8 @@ def has_one_scale(recipe: Recipe) -> bool:
 class CheckedCall:
     """A matmul call of Dynamo's graph that passed all checks, and its recipe.
 
-    prediction: of the roofline model; None without a target. sizes: M, K, N, ints or SymInts.
+    prediction: of the roofline model; None without a target. sizes: M, K, N, ints or SymInts. kinds: the matmuls that
+    it computes in this graph.
     """
 
     node: fx.Node
@@ -92,6 +94,7 @@ class CheckedCall:
     recipe: Recipe
     prediction: Prediction | None
     sizes: tuple[Any, Any, Any]
+    kinds: tuple[Kind, ...]
 
 
 def check(
@@ -152,7 +155,7 @@ def check(
     kinds = needed(a.requires_grad, b.requires_grad) if training else KINDS[:1]
     ready = isinstance(sharded.part_of(b), Fp8Weight)
     prediction = predict(target, (padded, k, n), recipe, size, kinds, config.min_speedup, ready)
-    return CheckedCall(node, signature, dims, recipe, prediction, (m, k, n))
+    return CheckedCall(node, signature, dims, recipe, prediction, (m, k, n), kinds)
 
 
 def _are_many(sizes: MatmulSizes) -> bool:

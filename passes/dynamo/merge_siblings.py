@@ -33,14 +33,14 @@ from fp8pass.base._torch import MODE_CHANGES, FakeTensor, TorchDispatchMode, is_
 from fp8pass.base.names import Names
 from fp8pass.base.node_meta import PIECE
 from fp8pass.graph.pass_base import DynamoContext
-from fp8pass.graph.prediction import Prediction, predict
+from fp8pass.graph.prediction import Prediction, needed, predict
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of
 from fp8pass.options.setting import within
 from fp8pass.passes.common.checkpoint_regions import Part, parts
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.dynamo.check_matmul import check, has_one_scale
-from fp8pass.recipes import KINDS, Recipe
+from fp8pass.recipes import KINDS, Kind, Recipe
 from fp8pass.roofline import memory_seconds, merged_seconds, where
 
 
@@ -76,16 +76,17 @@ def _sibling(node: fx.Node, part: Part, context: DynamoContext) -> Sibling | Non
         call = check(node, LINEAR, name, within(node, context.config), node.meta["example_value"].requires_grad)
     except Reject:
         return None  # the annotate pass rejects this call again, and reports why
-    return Sibling(node, call.recipe, call.sizes)
+    return Sibling(node, call.recipe, call.sizes, call.kinds)
 
 
 @dataclass(frozen=True)
 class Sibling:
-    """A linear layer that its recipe selects. sizes: M, K, N, ints or SymInts."""
+    """A linear layer that its recipe selects. sizes: M, K, N, ints or SymInts. kinds: the matmuls that it computes."""
 
     node: fx.Node
     recipe: Recipe
     sizes: tuple[Any, Any, Any]
+    kinds: tuple[Kind, ...]
 
     @property
     def weight(self) -> fx.Node:
@@ -106,6 +107,16 @@ class Family:
     """Siblings in graph order."""
 
     siblings: list[Sibling]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The matmuls that the merged call computes in this graph."""
+        return tuple(kind for kind in KINDS if any(kind in s.kinds for s in self.siblings))
+
+    @property
+    def kinds_in_training(self) -> tuple[Kind, ...]:
+        """The matmuls that the merged call computes in training, as far as an evaluation can tell."""
+        return needed(True, any(_example(s.weight).requires_grad for s in self.siblings))
 
     @functools.cached_property
     def copied(self) -> list[bool]:
@@ -215,17 +226,22 @@ def _is_part(value: Any, merged: Tensor) -> bool:
 def should_merge(family: Family, target: Target | None, wanted: bool | None, min_speedup: float) -> bool:
     """Return whether one call is predicted to be faster than several, or the user wants it, and it reaches min_speedup.
 
-    The prediction is for training in evaluation too: both graphs must merge the same calls to share scales.
+    The prediction is for training in evaluation too: both graphs must merge the same calls to share scales. But a call
+    that stays in high precision in this graph is not merged: without FP8, joining weights only costs time.
     """
     if target is None:
         return bool(wanted)
     first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
     (m, k, _), size = first.sizes, _example(first.node).element_size()
-    if (prediction := predict(target, (m, k, sum(widths)), first.recipe, size, KINDS, min_speedup)) is None:
+    prediction, here = (
+        predict(target, (m, k, sum(widths)), first.recipe, size, kinds, min_speedup)
+        for kinds in (family.kinds_in_training, family.kinds)
+    )
+    if prediction is None or here is None:
         return False
     if prediction.ends is not None:
         return _pays_where_it_varies(prediction, functools.partial(_apart_and_merged, family, target, k), bool(wanted))
-    if prediction.speedup < min_speedup:
+    if min(prediction.speedup, here.speedup) < min_speedup:
         return False
     apart, merged = _apart_and_merged(family, target, k, m)
     return apart > merged or bool(wanted)
@@ -237,7 +253,7 @@ def _apart_and_merged(family: Family, target: Target, k: int, m: int) -> tuple[f
     size = _example(first.node).element_size()
     # 2: a copy reads and writes each element
     copies = sum(memory_seconds(target, 2 * m * n * size) for n, c in zip(widths, family.copied, strict=True) if c)
-    apart, merged = merged_seconds(target, m, k, widths, first.recipe, size)
+    apart, merged = merged_seconds(target, m, k, widths, first.recipe, size, family.kinds_in_training)
     return apart, merged + copies
 
 

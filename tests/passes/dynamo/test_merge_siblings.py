@@ -191,6 +191,19 @@ def test_merged_layers_pay() -> None:
 
 
 @pytest.mark.passes
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_stays_in_high_precision_is_not_merged(frozen: bool) -> None:
+    """Without weight gradients FP8 saves too little: joining the weights would only be a copy of them."""
+    x = torch.randn(768, 3072, dtype=torch.bfloat16, requires_grad=True)
+    model = Siblings(lambda *results: torch.cat([r.sin() for r in results], -1), ())
+    model.layers = nn.ModuleList(nn.Linear(3072, 3072, bias=False) for _ in range(3))
+    model.bfloat16().requires_grad_(not frozen)
+    a = annotation(model, x, recipe="delayed", target="h100", merge_siblings=None)
+    merged, alone = [("layers.0+1+2", "")], [(f"layers.{i}", "min_speedup") for i in range(3)]
+    assert [(c.name, c.rule) for c in a.choices] == (alone if frozen else merged)
+
+
+@pytest.mark.passes
 def test_prediction() -> None:
     """Two layers save at least one launch of each of three matmuls, and one read of the input's gradient."""
     h100, recipe = TARGETS["h100"], DelayedScaling(fast_accum=("output", "grad_input", "grad_weight"))
