@@ -10,6 +10,7 @@ from torch import fx
 
 from fp8pass.base._torch import GraphTransformObserver
 from fp8pass.base.errors import faults_of
+from fp8pass.compiler.memory_budget import in_region
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import graphs_of
 from fp8pass.graph.other_libraries import arguments_of
@@ -38,7 +39,7 @@ def run_all(
     for p in passes:
         if trial is not None and not trial.runs(p.name, part):
             continue
-        with dump.step(part, p.name, module, examples) as step, faults_of(p.name):
+        with in_region(module), dump.step(part, p.name, module, examples) as step, faults_of(p.name):
             if p.name in REQUIRED:
                 step.applied = p.run(module.graph, context)
             else:

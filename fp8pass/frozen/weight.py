@@ -87,3 +87,6 @@ def _quantized(weight: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
 def parameter(weight: FrozenWeight) -> nn.Parameter:
     """Return the parameter that a module holds instead of the weight in high precision."""
     return nn.Parameter(weight, requires_grad=False)
+
+
+torch.serialization.add_safe_globals([FrozenWeight])  # for torch.load of a saved state_dict, with weights_only=True

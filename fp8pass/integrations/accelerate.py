@@ -128,8 +128,9 @@ def check(accelerator: Accelerator | AcceleratorState, model: nn.Module | None =
         model: The model that is trained, whose parameters' types are checked too.
 
     Raises:
-        Fp8Error: If Accelerate's own FP8 is on too, or DeepSpeed, which compiles models by itself; or if autocast
-            computes in another type of 16 bits than the parameters have.
+        Fp8Error: If Accelerate's own FP8 is on too, or DeepSpeed, which compiles models by itself; if autocast
+            computes in another type of 16 bits than the parameters have; or if a hook calls the model as it was before
+            its regions were compiled.
     """
     precision = accelerator.mixed_precision
     if precision == "fp8":
@@ -141,3 +142,21 @@ def check(accelerator: Accelerator | AcceleratorState, model: nn.Module | None =
         raise Fp8Error("DeepSpeed compiles and shards models by itself: use DDP or FSDP2 with fp8pass, or drop fp8pass")
     if model is not None:
         check_autocast(model, AUTOCAST.get(precision), f'mixed_precision="{precision}"')
+        _check_hooks(model)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Check that no `forward` that Accelerate's hooks have wrapped is bound to another module than the one it is of.
+
+    `compile_regions` copies modules that contain repeated blocks, with their attributes: accelerate#4253.
+    """
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        of = forward.args[0] if isinstance(forward, functools.partial) and forward.args else module
+        if isinstance(of, nn.Module) and of is not module:
+            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            raise Fp8Error(
+                f"a hook of Accelerate's on {where} calls the module as it was before its regions were compiled, so "
+                "nothing that is compiled would run: call accelerate.hooks.remove_hook_from_module(model, "
+                "recurse=True) before prepare, or compile the model as a whole (use_regional_compilation=False)"
+            )

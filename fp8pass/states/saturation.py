@@ -1,4 +1,4 @@
-"""Warn once if delayed scales were much too small for a step, as after a jump of the inputs.
+"""Warn once if delayed scales saturated much, as after a jump of the inputs; once if tensors vanish after an outlier.
 
 Every few steps, the device compares the newest amaxes with the scales that the earlier ones gave. The host reads the
 result in a later step, when it is there: no step waits for it.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8pass.base.errors import warn
+from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.states.slots import InstanceState
 
 MUCH = 16.0
@@ -21,13 +22,14 @@ elements grew so much, 80% of them saturate."""
 MOST_STEPS = 16
 """The steps after which the device compares, if the history is long enough."""
 
-_has_warned = False
+_said: set[str] = set()
+"""The warnings that this process has seen."""
 
 
 def watch(state: InstanceState) -> None:
-    """Before a training forward, look for steps that saturated, if it is time to; warn at most once per process."""
+    """Before a training forward, look for steps that saturated or vanished, if it is time to."""
     table = state.table
-    if _has_warned or not table.remembers or table.delayed.requantizes or not table.training:
+    if len(_said) == len(_TELL) or not table.remembers or not table.training:
         return
     _watches.setdefault(state, _Watch()).step(state)
 
@@ -41,7 +43,8 @@ class _Watch:
 
     def step(self, state: InstanceState) -> None:
         if self.found is not None and self.found.is_there():
-            _tell(state, self.found.numbers)
+            for tell, numbers in zip(_TELL, self.found.numbers.tolist(), strict=True):
+                tell(state, numbers)
             self.found = None
         steps, history = state.tracker.steps, state.tensors.amax_history
         rows = min(MOST_STEPS, len(history) // 2)
@@ -49,7 +52,8 @@ class _Watch:
         if is_time and not (history.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.compared_at = steps
             recipe = state.table.delayed
-            self.found = _Later(overshoots(history, rows, recipe.amax_compute_algo, recipe.margin))
+            grown = overshoots(history, rows, recipe.amax_compute_algo, recipe.margin)
+            self.found = _Later(torch.stack([grown, largest_scaled(history, rows, state.tensors.scale)]))
 
 
 @torch.no_grad()
@@ -63,6 +67,12 @@ def overshoots(history: Tensor, rows: int, algo: object, margin: int) -> Tensor:
     newest, older = history[:rows], of_history[1 : rows + 1]
     ratio = newest / older / 2**margin
     return torch.where((older > 0) & torch.isfinite(ratio), ratio, 0).amax(0)
+
+
+@torch.no_grad()
+def largest_scaled(history: Tensor, rows: int, scale: Tensor) -> Tensor:
+    """Return the largest values that the newest amaxes became by the scales, f32[T]; 0 for slots without any."""
+    return history[:rows].nan_to_num(torch.inf).amax(0).clamp(min=0) * scale
 
 
 class _Later:
@@ -79,20 +89,42 @@ class _Later:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-def _tell(state: InstanceState, numbers: Tensor) -> None:
-    global _has_warned
-    times, names = numbers.tolist(), state.table.names
-    much = [i for i, number in enumerate(times) if number > MUCH]
-    if not much or _has_warned:
+def _tell_of_growth(state: InstanceState, times: list[float]) -> None:
+    if state.table.delayed.requantizes or "growth" in _said:
         return
-    _has_warned = True
-    worst = max(much, key=times.__getitem__)
-    warn(
-        f"fp8pass: {len(much)} of {len(names)} tensors had, in one of the last steps, values more than {MUCH:g} times "
-        f"as large as their delayed scales allow, and saturated: {names[worst]} {times[worst]:.0f} times. After a jump "
-        "of the inputs, one layer more heals in each step. "
-        "DelayedScaling(on_saturation='requantize') scales such a tensor by its own amax in the step itself"
-    )
+    if much := [i for i, number in enumerate(times) if number > MUCH]:
+        _said.add("growth")
+        names, worst = state.table.names, max(much, key=times.__getitem__)
+        warn(
+            f"fp8pass: {len(much)} of {len(names)} tensors had, in one of the last steps, values more than {MUCH:g} "
+            f"times as large as their delayed scales allow, and saturated: {names[worst]} {times[worst]:.0f} times. "
+            "After a jump of the inputs, one layer more heals in each step. "
+            "DelayedScaling(on_saturation='requantize') scales such a tensor by its own amax in the step itself"
+        )
+
+
+def _tell_of_outliers(state: InstanceState, largest: list[float]) -> None:
+    table = state.table
+    found = [i for i, value in enumerate(largest) if 0 < value < smallest_normal(table.fp8_max[i])]
+    if found and "outliers" not in _said:
+        _said.add("outliers")
+        worst = min(found, key=largest.__getitem__)
+        warn(
+            f"fp8pass: {len(found)} of {len(table.names)} tensors are rounded to 0, or nearly so: their delayed scales "
+            f"fit an amax of an earlier step, that of {table.names[worst]} one that was "
+            f"{table.fp8_max[worst] / largest[worst]:.1g} times as large as those of the last steps. Such an outlier, "
+            "which may lie in rows that are masked later, is forgotten after "
+            f"{table.delayed.amax_history_len} steps: a shorter amax_history_len forgets it sooner, "
+            "recipe='rowwise' scales each row by its own amax, and masking before the matmul avoids it"
+        )
+
+
+_TELL = (_tell_of_growth, _tell_of_outliers)
+
+
+def smallest_normal(fp8_max: float) -> float:
+    """Return the smallest normal number of the FP8 format with that largest value."""
+    return next(f.smallest_normal for f in map(torch.finfo, FP8_DTYPES) if f.max == fp8_max)
 
 
 _watches: weakref.WeakKeyDictionary[InstanceState, _Watch] = weakref.WeakKeyDictionary()

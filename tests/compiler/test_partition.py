@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.base._torch import CustomPartitionerFn, inductor_config, min_cut_partition
+from fp8pass.base._torch import CustomPartitionerFn, functorch_config, inductor_config, min_cut_partition
 from fp8pass.base.node_meta import SAVED
 from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.compiler import partition
 from fp8pass.compiler.partition import Partition
 from fp8pass.passes.joint.save_transposes import SaveTransposes
 from fp8pass.passes.kernels import emulate_matmuls
-from tests.helpers.harness import BF16, E4M3, compiled, without_caches
+from tests.helpers.harness import BF16, E4M3, compiled, verdicts, without_caches
 from tests.helpers.models import Block
 
 
@@ -244,3 +245,57 @@ def test_a_partitioner_of_the_users_own(cuts: list[Cut]) -> None:
     assert own.outputs == [1 + 2]  # fp8pass adds the two copies to the outputs that the partitioner sees
     assert (len(cut.outputs), cut.marked) == (1, [[32, 64], [32, 48]])
     assert len([n for n in cut.saved if is_fp8(n)]) == 2
+
+
+class Dropout(nn.Module):
+    """Returns what a dropout left, whose gradient says which mask the backward has, and what a layer makes of it."""
+
+    def __init__(self, budget: float | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.budget = nn.Linear(64, 96), nn.Linear(96, 64), budget
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.budget is None:
+            return self.layers(x)
+        with torch.autograd.graph.region_activation_memory_budget(self.budget):
+            return self.layers(x)
+
+    def layers(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left = F.dropout(self.a(x), 0.5)
+        return left, self.b(left)
+
+
+def trains_what_it_left(model: Dropout, **options: Any) -> None:
+    """Train a step, and check that the backward has the mask of the forward."""
+    left, y = compiled(model, min_speedup=0, **options)(torch.randn(48, 64))
+    (left.sum() + 0 * y.sum()).backward()
+    assert torch.equal(model.a.bias.grad, 2.0 * (left != 0).sum(0))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("budget", "lowering"), [(0.0, "eager"), (0.1, "eager"), (0.0, "inductor")])
+def test_a_memory_budget_draws_no_other_random_numbers(budget: float, lowering: str) -> None:
+    """Torch's own partitioner drops other elements in the backward at a budget of 0: pytorch#190758."""
+    with verdicts() as report, functorch_config.patch(activation_memory_budget=budget):
+        trains_what_it_left(Dropout(), lowering=lowering)
+    assert len(report.rewritten) == 5
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs torch 2.13")
+@pytest.mark.parametrize("budget", [0.0, 0.3])
+def test_a_memory_budget_of_a_region(budget: float) -> None:
+    """Every node of a graph must have the budget, those of passes and the writes of the state too."""
+    with verdicts() as report:
+        trains_what_it_left(Dropout(budget))
+    assert len(report.rewritten) == 5 and not report.faults
+
+
+@pytest.mark.passes
+@pytest.mark.parametrize(("dropout", "is_marked"), [((), False), ((0.0,), False), ((0.1,), True)])
+def test_attention_without_dropout_is_computed_again(dropout: tuple[float, ...], is_marked: bool) -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    node = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (q, q, q, *dropout))
+    assert partition._mark_random(graph) is is_marked
+    assert ("recompute" in node.meta) is is_marked

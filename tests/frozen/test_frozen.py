@@ -225,7 +225,7 @@ def test_saved_and_loaded_with_torch() -> None:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=False))
+    other.load_state_dict(torch.load(file, weights_only=True))
     x = inputs(1)[0]
     assert torch.equal(other(x), model(x))  # into high precision: the dequantized values
 

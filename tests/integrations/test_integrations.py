@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what the frameworks' own imports warn of
     from accelerate import Accelerator
     from accelerate.commands.launch import launch_command_parser
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
     from accelerate.state import AcceleratorState
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
     from lightning.fabric import Fabric
@@ -167,6 +168,38 @@ def test_the_plugin_checks_accelerates_flags_when_it_compiles(monkeypatch: pytes
     monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
     with pytest.raises(Fp8Error, match='mixed_precision="fp16" computes in float16'):
         Accumulation(accelerator, Layer().bfloat16())
+
+
+class Layers(nn.Module):
+    """A model with layers that Accelerate compiles one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[..., :32]
+        return x
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_hook_that_calls_what_is_not_compiled(hooked: bool) -> None:
+    """accelerate#4253: a hook on a model whose regions are compiled calls the layers that are not, without a word."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=Fp8Plugin({"lowering": "eager"}, use_regional_compilation=True))
+    model = Layers()
+    if hooked:
+        add_hook_to_module(model, ModelHook())
+    prepared = accelerator.prepare(model)
+    if hooked:
+        with pytest.raises(Fp8Error, match="on Layers calls the module as it was before its regions were compiled"):
+            check(accelerator, prepared)
+        prepared = accelerator.prepare(remove_hook_from_module(model))
+    check(accelerator, prepared)
+    with verdicts() as report:
+        accelerator.backward(prepared(torch.randn(16, 32)).sum())
+    assert report.rewritten
 
 
 def test_autocast_and_parameters_of_two_types_of_16_bits() -> None:

@@ -1,4 +1,4 @@
-"""The warning of steps that saturated much under delayed scaling."""
+"""The warnings of steps that saturated much under delayed scaling, and of tensors that vanish after an outlier."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor, nn
 
 from fp8pass.recipes import DelayedScaling
 from fp8pass.states import saturation
-from fp8pass.states.saturation import MUCH, overshoots
+from fp8pass.states.saturation import MUCH, largest_scaled, overshoots, smallest_normal
 from tests.helpers.harness import compiled
 from tests.helpers.models import make
 
 
 @pytest.fixture(autouse=True)
 def _no_warning_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saturation, "_has_warned", False)
+    monkeypatch.setattr(saturation, "_said", set())
 
 
 def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
 
 
-def trained(inputs: Iterator[Tensor], **options: Any) -> list[str]:
-    """Train on these inputs; return what was warned of saturation."""
+def trained(inputs: Iterator[Tensor], about: str = "as their delayed scales allow", **options: Any) -> list[str]:
+    """Train on these inputs; return what was warned."""
     model = make(layers)
     run = compiled(model, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x in inputs:
             run(x).square().mean().backward()
-    return [str(w.message) for w in caught if "as their delayed scales allow" in str(w.message)]
+    return [str(w.message) for w in caught if about in str(w.message)]
 
 
 def inputs(factor: Callable[[int], float], steps: int = 12) -> Iterator[Tensor]:
@@ -71,3 +71,24 @@ def test_a_jump_is_warned_of_once() -> None:
 )
 def test_what_is_not_warned_of(factor: Callable[[int], float], options: dict[str, Any]) -> None:
     assert trained(inputs(factor), recipe=DelayedScaling(amax_history_len=4, **options)) == []
+
+
+@pytest.mark.passes
+def test_largest_scaled() -> None:
+    """Slots that were used, that were not used yet, and that met an infinity."""
+    history = torch.tensor([[2.0, -1.0, 1.0], [3.0, -1.0, torch.inf], [64.0, 5.0, 1.0]])
+    assert largest_scaled(history, 2, torch.tensor([2.0, 4.0, 1.0])).tolist() == [6.0, 0.0, torch.finfo().max]
+    assert (smallest_normal(448.0), smallest_normal(57344.0)) == (2.0**-6, 2.0**-14)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("on_saturation", ["saturate", "requantize"])
+def test_an_outlier_in_rows_that_are_masked(on_saturation: str) -> None:
+    """Its amax rounds the other rows of later batches to 0, as after transformers#48205, where such rows are garbage."""
+    recipe = DelayedScaling(amax_history_len=16, on_saturation=on_saturation)
+    (said,) = trained(inputs(lambda i: 1e12 if i == 4 else 1, 20), "are rounded to 0", recipe=recipe)
+    assert said.startswith("fp8pass: ") and ".input" in said and "after 16 steps" in said and "rowwise" in said
+    saturation._said.clear()
+    assert not trained(inputs(lambda i: 1e3 if i == 4 else 1, 20), "are rounded to 0", recipe=recipe), (
+        "1e3 fits into e4m3"
+    )
