@@ -60,6 +60,7 @@ with required_names():
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.choices import InductorChoices
     from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.codegen import simd as inductor_simd
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.codegen.common import Kernel as InductorKernel
     from torch._inductor.codegen.triton import FixedTritonConfig, TritonCSE, TritonKernel, TritonOverrides
@@ -71,7 +72,14 @@ with required_names():
     from torch._inductor.exc import InductorError, InvalidCxxCompiler, SubgraphLoweringException
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.ir import ConcatKernel, ExternKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
+    from torch._inductor.ir import (
+        ConcatKernel,
+        ExternKernel,
+        MutationLayoutSHOULDREMOVE,
+        NonOwningLayout,
+        Pointwise,
+        TensorBox,
+    )
     from torch._inductor.ops_handler import WrapperHandler
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.benchmarking import benchmarker

@@ -22,10 +22,12 @@ from fp8pass.base._torch import (
     ForeachKernelSchedulerNode,
     FusedSchedulerNode,
     InductorChoices,
+    NonOwningLayout,
     TritonOverrides,
     Virtualized,
     compile_fx_inner,
     inductor_config,
+    inductor_simd,
     is_deterministic,
 )
 from fp8pass.base.errors import faults_of
@@ -136,9 +138,10 @@ class Fp8InductorChoices(InductorChoices):
 
         Each orientation of a quantized tensor is fused with the kernel of its amax before anything else: the amax
         decides the order of loops, and cannot change the order of a pair that is fused already. Nothing is fused with
-        the second half of a column sum that Inductor will remove: so the casts of all such sums can share a launch. On
-        CPUs, a node that writes into a tensor is not fused with one that reads it before the write, and is itself read
-        elsewhere: in one nest of loops, Inductor looks for a read that does not exist.
+        the second half of a column sum that Inductor will remove: so the casts of all such sums can share a launch.
+        Sums that Inductor would not write are fused only with each other: see `_misses_sums`. On CPUs, a node that
+        writes into a tensor is not fused with one that reads it before the write, and is itself read elsewhere: in one
+        nest of loops, Inductor looks for a read that does not exist.
         """
         if _stay_apart(scheduler, node1, node2):
             return False
@@ -220,12 +223,33 @@ def _stay_apart(scheduler: Any, node1: Any, node2: Any) -> bool:
         return True
     if _completes_sum_of_mixed(scheduler, node1):
         return True
+    are_sums = all(n.is_reduction() for n in nodes)
+    if are_sums and _are_within_others(node1) != _are_within_others(node2) and _misses_sums():
+        return True
     return bool(node1.is_cpu()) and (_only_waits(node1, node2) or _only_waits(node2, node1))
 
 
 def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
     buffers = [b for read in node.read_writes.reads if (b := scheduler.name_to_buf.get(read.name)) is not None]
     return any(b.get_name() in sums_of_mixed(scheduler.name_to_fused_node[b.defining_op_name()]) for b in buffers)
+
+
+@functools.cache
+def _misses_sums() -> bool:
+    """Return whether Inductor loses sums of columns that are parts of another tensor, as the gradients of chunks are.
+
+    That is where it sums rows and columns in one kernel, in torch before 2.15: pytorch#193061.
+    """
+    return "NonOwningLayout" not in inspect.getsource(inductor_simd)
+
+
+def _are_within_others(node: Any) -> bool:
+    """Return whether results of a reduction, or of its last stage, are parts of a tensor that others write too."""
+    results = [b for n in node.get_nodes() if n.is_reduction() for b in n.get_outputs()]
+    results += [
+        b for result in results for user in result.users if user.node.is_reduction() for b in user.node.get_outputs()
+    ]
+    return any(isinstance(b.node.get_output_spec(), NonOwningLayout) for b in results)
 
 
 def _only_waits(node: Any, other: Any) -> bool:

@@ -97,6 +97,11 @@ def test_weight_gradients_are_added_in_the_matmul(what: str, op: str) -> None:
     assert pretend("accumulating", what) == {"_scaled_mm": 4 - adding, **({op: adding} if adding else {})}
 
 
+def test_gradients_of_slices_are_written_into_that_of_their_table() -> None:
+    """Inductor before torch 2.15 returns memory that nobody wrote, if one kernel sums rows and columns: pytorch#193061."""
+    assert pretend("slices") == [0, 256, 512, 768]
+
+
 SIMILAR = [pytest.mark.variant]
 OF_LIBRARIES = [pytest.param(n, marks=SIMILAR * (n == "flash, positions first")) for n in LIBRARIES]
 

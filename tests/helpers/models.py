@@ -127,3 +127,17 @@ class Decorated(nn.Module):
     @wrapped
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.layers(x)) @ x.t()
+
+
+class Modulated(nn.Module):
+    """Two layers after norms whose shifts and scales are slices of one table, as in the blocks of Wan."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Parameter(torch.randn(1, 4, width)), nn.LayerNorm(width, elementwise_affine=False)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale, next_shift, next_scale = self.table.chunk(4, 1)
+        x = x + self.first(self.norm(x) * (1 + scale) + shift)
+        return x + self.second(self.norm(x) * (1 + next_scale) + next_shift)

@@ -196,6 +196,16 @@ def accumulating(gpu: FakeCuda, what: str) -> dict[str, int]:
     return {"_scaled_mm": code.count("extern_kernels._scaled_mm("), **calls}
 
 
+def slices(gpu: FakeCuda, width: int = 256) -> list[int]:
+    """Return where the code of a backward writes gradients of a table's slices, as offsets in the table's gradient."""
+    from tests.helpers.models import Modulated
+
+    x = torch.randn(1, 32768, width, requires_grad=True)
+    _, code = generated(gpu, Modulated(width), x, min_speedup=0, target="sm_90", recipe="dynamic", strict=True)
+    views = re.findall(rf"reinterpret_tensor\(buf\d+, \(1, 1, {width}\), \({4 * width}, {width}, 1\), (\d+)\)", code)
+    return sorted({int(offset) for offset in views})
+
+
 def parts(gpu: FakeCuda) -> list[str]:
     """Return the code that rounds this rank's parts of a parameter and of a moment, with keys i32[n, 2]."""
     from fp8pass.quant import ops
@@ -295,8 +305,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
     what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed
-    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "parts"; "candidates" and an architecture, before
-    a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
+    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "slices"; "parts"; "candidates" and an
+    architecture, before a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
     last two.
     """
     if what == "inspect":
@@ -313,6 +323,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return cudagraphs(gpu, *of)
     if what == "accumulating":
         return accumulating(gpu, *of)
+    if what == "slices":
+        return slices(gpu)
     if what == "libraries":
         return strides_of(gpu, *of)
     functions = {"rules": rules, "experts": experts, "parts": parts}
