@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers import own_recipes
+from tests.helpers.models import Block
 
 
 def _input(*shape: int) -> Tensor:
@@ -77,3 +78,8 @@ def mlp() -> tuple[Any, ...]:
     assert own_recipes.again().requantizes
     layers = nn.Linear(256, 1024, bias=False), nn.GELU(), nn.Linear(1024, 256, bias=False)
     return nn.Sequential(*layers).bfloat16(), _input(512, 256)
+
+
+def equal_layers() -> tuple[Any, ...]:
+    """Return three equal layers and their input."""
+    return nn.Sequential(*(Block(256, 512) for _ in range(3))).bfloat16(), _input(512, 256)

@@ -364,6 +364,12 @@ def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
     assert all(k.compiled is not None and not k.compiled.spilled for k in fused)
 
 
+def test_each_of_equal_layers_is_counted() -> None:
+    """Compiled once, as in training, they would be one."""
+    run = inspect_there("tests.helpers.inspected:equal_layers", run="fp8pass delayed", options=ANY_SIZE).runs[0]
+    assert [len(run.of("gemm")), {k.graph for k in run.kernels}] == [18, {"forward", "backward"}] and not run.notes
+
+
 def test_a_saturated_tensor_is_quantized_again_by_one_more_kernel() -> None:
     """Each tensor is read once, as without the option; the two that activations compute are written for that kernel."""
     spec = "tests.helpers.inspected:mlp"
