@@ -286,9 +286,10 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
     chooses, combines: False for a part that has failed before.
     """
     _let_triton_compare()
+    _let_random_numbers_be_those_of_their_element()
     write_candidates()
     _let_lists_keep_their_loops()
-    token = _comparing.set(chooses)
+    token = _within.set(chooses)
     try:
         with (
             Virtualized.set_choices_handler(Fp8InductorChoices(Virtualized.choices))
@@ -298,11 +299,11 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
         ):
             yield
     finally:
-        _comparing.reset(token)
+        _within.reset(token)
 
 
-# the patch is for the whole process; this says where it has an effect, so that other graphs keep Inductor's code
-_comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
+# the patches are for the whole process; this says where they have an effect, so that other graphs keep Inductor's code
+_within: ContextVar[bool] = ContextVar("_within", default=False)
 
 
 @functools.cache
@@ -320,6 +321,19 @@ def _let_triton_compare() -> None:
 
 
 @functools.cache
+def _let_random_numbers_be_those_of_their_element() -> None:
+    """Patch Triton code generation of torch 2.13 and 2.14, once: within `choices` it draws numbers by `tl.rand`.
+
+    Kernels with one dimension would draw four at a time, from another stream, and for offsets that they take to be
+    neighbours: a backward in a kernel with two dimensions then drops other elements, and a mask of a transposed tensor
+    repeats itself (pytorch#198333). Torch 2.15 has a setting for it, which is off.
+    """
+    of_torch = getattr(TritonOverrides, "_can_use_4x_random", None)
+    if of_torch is not None and not hasattr(inductor_config, "use_rand4x"):
+        setattr(TritonOverrides, of_torch.__name__, staticmethod(lambda: not _within.get() and of_torch()))
+
+
+@functools.cache
 def _let_lists_keep_their_loops() -> None:
     """Patch Inductor of torch 2.11, once: it fails where it tries to reorder the loops of a list of foreach ops.
 
@@ -332,4 +346,4 @@ def _let_lists_keep_their_loops() -> None:
 
 def _selected(of_torch: Callable[[Any, Any], str], sign: str, a: Any, b: Any) -> str:
     # `a != a` selects a NaN of `a`; with a NaN in `b` both comparisons are false, which selects it too
-    return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})" if _comparing.get() else of_torch(a, b)
+    return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})" if _within.get() else of_torch(a, b)

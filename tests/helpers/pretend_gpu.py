@@ -206,6 +206,13 @@ def slices(gpu: FakeCuda, width: int = 256) -> list[int]:
     return sorted({int(offset) for offset in views})
 
 
+def dropped(gpu: FakeCuda) -> list[bool]:
+    """Return whether the code of a forward and of a backward with dropout draws four random numbers at a time."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5))
+    x = torch.randn(64, 64, requires_grad=True)
+    return ["rand4x(" in code for code in generated(gpu, model, x, min_speedup=0, target="sm_90")]
+
+
 def parts(gpu: FakeCuda) -> list[str]:
     """Return the code that rounds this rank's parts of a parameter and of a moment, with keys i32[n, 2]."""
     from fp8pass.quant import ops
@@ -305,7 +312,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
     what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed
-    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "slices"; "parts"; "candidates" and an
+    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "slices"; "dropped"; "parts"; "candidates" and an
     architecture, before a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
     last two.
     """
@@ -325,6 +332,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return accumulating(gpu, *of)
     if what == "slices":
         return slices(gpu)
+    if what == "dropped":
+        return dropped(gpu)
     if what == "libraries":
         return strides_of(gpu, *of)
     functions = {"rules": rules, "experts": experts, "parts": parts}
