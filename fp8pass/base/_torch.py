@@ -740,6 +740,11 @@ def ddp_joins() -> bool:
     return module is not None and module._join_config.enable
 
 
+def is_shared(x: torch.Tensor) -> bool:
+    """Return whether other tensors share the memory of this one."""
+    return bool(torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2)  # those of `x`, and of this call
+
+
 def will_accumulate(node: Any) -> bool:
     """Return whether the running backward adds what it hands to this `AccumulateGrad` node to a tensor's `.grad`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -16,6 +17,7 @@ from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.attempt import FIRST
 from fp8pass.graph.pass_base import GradientOf, KernelsContext
+from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import cpu_key
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
@@ -63,14 +65,19 @@ class KernelPasses(CustomGraphPass):
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
         times = time_on_gpu.autotunes() and not is_pretended()  # a pretended GPU runs nothing
         context = KernelsContext(self.config, seconds_of=self._seconds if times else None)
-        context.gradients = self._gradients() if backward else []
+        if backward and (gradients := self._gradients()):
+            context.gradients = gradients
+            context.of_weights = {name for name, (g, *_) in self._gemms().items() if g.kind == "grad_weight"}
         with ONE_AT_A_TIME, self.timing.counting("passes"):
             run_all(todo, graph, context, self.dump, f"{part}{number}", verifier(graph, context))
         for name, note in context.fused.items():
-            for gemm in self.joint.gemms.get(name, ()) if self.joint is not None else ():
+            for gemm in self._gemms().get(name, ()):
                 gemm.note = gemm.note or note
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
+
+    def _gemms(self) -> Mapping[str, Sequence[Gemm]]:
+        return self.joint.gemms if self.joint is not None else {}
 
     def _gradients(self) -> list[GradientOf | None]:
         return self.joint.gradients if self.joint is not None and self.config.accumulate_in_matmul else []

@@ -101,7 +101,8 @@ KERNELS: tuple[Pass[KernelsContext], ...] = (
     AddProducts(),  # likewise
     EmulateMatmuls(),  # last: the other passes look for `_scaled_mm`
 )
-"""The passes over forward, backward and update as separate graphs. They change kernels, not numerics."""
+"""The passes over forward, backward and update as separate graphs. They change kernels, and numbers only in that sums
+are rounded later."""
 
 
 ONLY_WITH = {

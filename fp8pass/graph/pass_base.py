@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -88,7 +88,9 @@ class KernelsContext(Context):
     """Hold what the passes over forward, backward and update as separate graphs share."""
 
     gradients: list[GradientOf | None] = field(default_factory=list)
-    """For each output of a backward to whose matmuls gradients of earlier microbatches are handed: what it is."""
+    """For each output of a backward, what it is the gradient of; [] unless microbatches accumulate."""
+    of_weights: Set[str] = frozenset()
+    """The names of the matmuls that compute gradients of weights, as in `meta[GEMM]`."""
 
     fused: dict[str, str] = field(default_factory=dict)
     """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""

@@ -178,8 +178,9 @@ class Config(Checked):
     delayed scaling; the weight is quantized in each forward, by its own amax."""
     accumulate_in_matmul: bool = field(default=True, metadata=FLAG.field)
     """Let the matmul of a weight's gradient add to the float32 `.grad` that earlier microbatches have left, instead of
-    a kernel after it: in `fp8pass.accumulate`, and in a `fp8pass.train_step` that loops over microbatches. Only with
-    torch 2.15 on GPUs, with one scale for each operand, and not under DistributedDataParallel or with CUDA graphs."""
+    a kernel after it: in graphs that are compiled within `fp8pass.accumulate`, and in a `fp8pass.train_step` that loops
+    over microbatches. Only with torch 2.15 on GPUs, with one scale for each operand, and not under
+    DistributedDataParallel or with CUDA graphs."""
     frozen: str = field(default="off", metadata=names(*FROZEN).field)
     """"fp8" keeps weights of linear layers that require no gradient in FP8 alone, 1 byte per element, from the moment
     their layer is compiled: see `fp8pass.freeze`."""

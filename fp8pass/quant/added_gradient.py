@@ -3,7 +3,8 @@
 Autograd adds gradients outside of compiled graphs: it reads and writes `.grad` once more, beside the product. The op
 runs in the backward, where autograd tells it which parameter the product goes to. It takes that parameter's `.grad`
 away, adds the product to its memory in one matmul, and returns it; autograd finds no `.grad`, and stores what it gets.
-So nothing is copied, and code that reads `.grad` after the backward finds what it would have found.
+So nothing is copied. Only if a second gradient reaches the parameter in the same backward, autograd adds that to a new
+tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.base._torch import current_autograd_node, will_accumulate
+from fp8pass.base._torch import current_autograd_node, is_shared, will_accumulate
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,12 @@ def _take(position: int, count: int, shape: tuple[int, int]) -> tuple[Tensor | N
     if node is None or torch.is_grad_enabled():
         return None, "the backward runs in another way than autograd's engine runs it"
     edges = _edges(node)
-    if len(edges) != count or not hasattr(edges[position], "variable"):
+    if len(edges) != count:
+        return None, f"the running backward has {len(edges)} results, where the forward had {count} tensors"
+    accumulates = edges[position]
+    if type(accumulates).__name__ != "AccumulateGrad":  # a Function's node may have a `variable` too
         return None, "the weight is not a parameter, but computed outside of the graph"
-    accumulates, p = edges[position], edges[position].variable
+    p = accumulates.variable
     grad = p.grad
     if grad is None:
         return None, ""
@@ -90,12 +94,16 @@ def _edges(node: Any) -> list[Any]:
 
 def _why_not(p: Tensor, grad: Tensor, shape: tuple[int, int]) -> str:
     """Return the reason why a product may not be added to the memory of this gradient; "" if it may."""
+    if not p.requires_grad:
+        return "the weight was frozen after the forward, and autograd drops its gradient"
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         return "a hook reads the gradient of each microbatch"
     if type(grad) is not Tensor or grad.dtype is not torch.float32 or grad.requires_grad:
         return f".grad is a {type(grad).__name__} of {grad.dtype}, and not a plain tensor of float32"
     if grad.shape != shape or not grad.is_contiguous() or grad.data_ptr() % 16:
         return ".grad is not laid out as the product: row by row, from a multiple of 16 bytes on"
+    if is_shared(grad):
+        return ".grad shares its memory with other tensors, which may be read meanwhile"
     if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device):
         return "the backward runs on a stream of its own, and .grad may be written on another one"
     return ""

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import hardware
 from fp8pass.base._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.builder import laid_out_alike, val
+from fp8pass.graph.builder import Builder, laid_out_alike, val
 from fp8pass.passes.common.patterns import RESHAPES, aten, dtype_name, first, is_wide_cast
 
 _UNCHANGED = {*RESHAPES, FORCE_STRIDE_ORDER}
@@ -23,7 +23,7 @@ _UNCHANGED = {*RESHAPES, FORCE_STRIDE_ORDER}
 class SummedProduct:
     """The term of a sum in float32: rows of the product of an FP8 matmul.
 
-    nodes: from the matmul to the term. start, end: the rows. a, b, scale_a, scale_b, fast_accum: of the matmul.
+    nodes: from the matmul to the term. start, end: the rows.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -36,15 +36,16 @@ class SummedProduct:
         return self.nodes[0]
 
     @property
-    def operands(self) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-        """The arguments a, b, scale_a, scale_b of the matmul."""
-        a, b, scale_a, scale_b, *_ = self.matmul.args
-        return a, b, scale_a, scale_b  # type: ignore[return-value]
+    def arguments(self) -> list[Any]:
+        """All eight arguments of the matmul; None for those that are left out."""
+        return [*self.matmul.args, *[None] * 8][:8]
 
-    @property
-    def fast_accum(self) -> bool:
-        """True if the matmul sums with fewer bits."""
-        return bool(_arguments(self.matmul)[7])
+    def operands(self, build: Builder) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, bool]:
+        """Return a, of these rows, b, scale_a, scale_b and fast_accum."""
+        a, b, scale_a, scale_b, _, _, _, fast_accum = self.arguments
+        if self.end - self.start < val(a).shape[0]:
+            a = build.emit(self.matmul, aten.slice.Tensor, a, 0, self.start, self.end)
+        return a, b, scale_a, scale_b, bool(fast_accum)
 
 
 def summed_product(term: fx.Node) -> SummedProduct | None:
@@ -71,11 +72,10 @@ def check(products: Sequence[SummedProduct], reader: fx.Node, dtype: torch.dtype
     reader: the only node that may read them. dtype: that of the sums.
     """
     matmul = products[0].matmul
-    _, _, scale_a, scale_b = map(val, products[0].operands)
-    _, _, _, _, bias, scale_result, *_ = _arguments(matmul)
+    _, _, scale_a, scale_b, bias, scale_result, *_ = products[0].arguments
     if dtype is not torch.float32:
         return f"the sum is in {dtype_name(dtype)}, and only one in float32 loses nothing"
-    if scale_a.numel() != 1 or scale_b.numel() != 1:
+    if val(scale_a).numel() != 1 or val(scale_b).numel() != 1:
         return "only matmuls with one scale for each operand add to float32"
     if bias is not None or scale_result is not None or not isinstance(val(matmul).shape[0], int):
         return "the matmul adds a bias, scales its result, or has a number of rows that varies"
@@ -88,11 +88,6 @@ def _rows(node: fx.Node) -> int | None:
     dim, start, _, step = given = [*node.args, *[None] * 4][1:5]
     known = all(isinstance(x, int | None) for x in given) and not dim and step in (None, 1)
     return start or 0 if known and (start or 0) >= 0 else None  # type: ignore[return-value,operator]
-
-
-def _arguments(matmul: fx.Node) -> list[Any]:
-    """Return all eight arguments of a `_scaled_mm`; None for those that are left out."""
-    return [*matmul.args, *[None] * 8][:8]
 
 
 def is_row_major(x: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ from torch import fx
 from fp8pass.base.node_meta import GEMM
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import GradientOf, KernelsContext
-from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.common.summed_products import SummedProduct, check, is_row_major, summed_product
 from fp8pass.quant.added_gradient import ADDED_GRADIENT
 
@@ -37,7 +36,7 @@ class AddGradients:
         if not any(context.gradients):
             return 0
         build, added = context.builder(graph, self.name), 0
-        for matmul, found in match(graph, context.gradients).items():
+        for matmul, found in match(graph, context).items():
             products = [product for product, _ in found]
             why = check(products, graph.output_node(), val(products[0].nodes[-1]).dtype)
             note = f"its product is added to .grad by a kernel after it: {why}" if why else ADDS
@@ -53,22 +52,22 @@ class AddGradients:
 Found = list[tuple[SummedProduct, GradientOf]]
 
 
-def match(graph: fx.Graph, gradients: list[GradientOf | None]) -> dict[fx.Node, Found]:
-    """Return the FP8 matmuls whose product, or rows of it, are gradients, with what they are the gradients of."""
+def match(graph: fx.Graph, context: KernelsContext) -> dict[fx.Node, Found]:
+    """Return the FP8 matmuls whose product, or rows of it, are gradients of weights, and of which ones."""
     found: dict[fx.Node, Found] = {}
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     # the results of the forward, which come first, are not among those of the backward
-    for result, of in zip(reversed(results), reversed(gradients), strict=False):
+    for result, of in zip(reversed(results), reversed(context.gradients), strict=False):
         if of is not None and is_tensor(result) and is_row_major(val(result)):
             product = summed_product(result)
-            if product is not None and results.count(result) == 1:
+            if product is not None and results.count(result) == 1 and _is_of_weight(product.matmul, context):
                 found.setdefault(product.matmul, []).append((product, of))
     return found
 
 
+def _is_of_weight(matmul: fx.Node, context: KernelsContext) -> bool:
+    return matmul.meta.get(GEMM, "") in context.of_weights
+
+
 def _added(build: Builder, product: SummedProduct, of: GradientOf) -> fx.Node:
-    a, b, scale_a, scale_b = product.operands
-    if product.end - product.start < val(a).shape[0]:
-        a = build.emit(product.matmul, aten.slice.Tensor, a, 0, product.start, product.end)
-    given = a, b, scale_a, scale_b, product.fast_accum, of.position, of.count
-    return build.emit(product.matmul, ADDED_GRADIENT, *given)
+    return build.emit(product.matmul, ADDED_GRADIENT, *product.operands(build), of.position, of.count)

@@ -75,6 +75,6 @@ def _sums(value: fx.Node, into: fx.Node) -> list[tuple[fx.Node, SummedProduct]] 
 
 def _added(build: Builder, node: fx.Node, product: SummedProduct) -> fx.Node:
     summed = next(x for x in node.args if x is not product.nodes[-1])
-    a, b, scale_a, scale_b = product.operands
+    a, b, scale_a, scale_b, fast_accum = product.operands(build)
     given: Any = summed, a, b, [scale_a], [TENSORWISE], [], [scale_b], [TENSORWISE], []
-    return build.emit(node, aten._scaled_addmm.default, *given, use_fast_accum=product.fast_accum)
+    return build.emit(node, aten._scaled_addmm.default, *given, use_fast_accum=fast_accum)

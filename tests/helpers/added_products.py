@@ -35,6 +35,6 @@ def _scaled_addmm(
 _ops = torch.library.Library("aten", "FRAGMENT")
 if not hasattr(torch.ops.aten, "_scaled_addmm"):
     _ops.define(_SCHEMA)
-    _ops.impl("_scaled_addmm", lambda x, *_, **__: torch.empty_like(x), "Meta")
+    _ops.impl("_scaled_addmm", lambda x, a, b, *_, **__: torch.addmm(x, a.float(), b.float()), "Meta")
 _ops.impl("_scaled_addmm", _scaled_addmm, "CPU")
 SCALED_ADDMM = torch.ops.aten._scaled_addmm.default

@@ -20,7 +20,19 @@ from fp8pass.options.config import Config
 from fp8pass.passes.kernels.add_gradients import ADDS, AddGradients
 from fp8pass.quant import added_gradient
 from fp8pass.quant.added_gradient import ADDED_GRADIENT
-from tests.helpers.harness import BF16, E4M3, E5M2, F32, capture, count, expect_graph, fp8, scale, without_caches
+from tests.helpers.harness import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    capture,
+    count,
+    expect_graph,
+    fp8,
+    scale,
+    verdicts,
+    without_caches,
+)
 
 
 @contextlib.contextmanager
@@ -54,6 +66,7 @@ def add(function: Any, *inputs: Tensor, gradients: Sequence[int | None] = (0,)) 
     module = capture(function, *inputs)
     context = KernelsContext(Config(recipe=None))
     context.gradients = [None, *(None if i is None else GradientOf(i, 3) for i in gradients)]
+    context.of_weights = {""}  # traced matmuls have no name
     with mock.patch.object(hardware, "adds_products", return_value=True):
         AddGradients().run(module.graph, context)
     module.graph.lint()
@@ -216,11 +229,11 @@ def accumulating() -> Iterator[tuple[nn.Linear, Any, Tensor, Tensor, Counter[str
 @pytest.mark.compiled
 def test_the_memory_of_grad_stays(accumulating: Any) -> None:
     model, run, x, one, done = accumulating
-    held, place = model.weight.grad, model.weight.grad.data_ptr()
+    place = model.weight.grad.data_ptr()
     for n in (2, 3):
         backward(run, x)
         assert torch.allclose(model.weight.grad, n * one) and model.weight.grad.data_ptr() == place
-    assert torch.equal(held, model.weight.grad) and done == {"added": 2}
+    assert done == {"added": 2}
     model.zero_grad(set_to_none=False)
     backward(run, x)
     assert torch.equal(model.weight.grad, one) and model.weight.grad.data_ptr() == place
@@ -277,7 +290,43 @@ def test_a_grad_that_can_not_be_added_to(accumulating: Any) -> None:
 
 
 @pytest.mark.compiled
-def test_a_weight_that_is_computed_outside() -> None:
+def test_a_grad_that_shares_its_memory(accumulating: Any) -> None:
+    """As that of a buffer for all gradients does: a second gradient would reach a new tensor, and not the buffer."""
+    model, run, x, one, done = accumulating
+    flat = torch.cat([one.flatten(), torch.zeros(16)])
+    model.weight.grad = flat[: one.numel()].view_as(one)
+    (run(x).square().sum() + run(x).square().sum()).backward()
+    assert torch.allclose(flat[: one.numel()].view_as(one), 3 * one)
+    assert set(done) == {".grad shares its memory with other tensors, which may be read meanwhile"}
+
+
+@pytest.mark.compiled
+def test_a_weight_that_is_frozen_before_the_backward(accumulating: Any) -> None:
+    """Autograd drops its gradient, so it must find the one of earlier microbatches."""
+    model, run, x, one, done = accumulating
+    loss = run(x).square().sum()
+    model.weight.requires_grad_(False)
+    loss.backward()
+    assert torch.equal(model.weight.grad, one)
+    assert done == {"the weight was frozen after the forward, and autograd drops its gradient": 1}
+
+
+class Halved(torch.autograd.Function):
+    """Returns a weight, and half of its gradient; keeps the weight under a name that torch's own nodes have."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.variable = weight
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("before", [lambda w: w * 2, Halved.apply], ids=["op", "function"])
+def test_a_weight_that_is_computed_outside(before: Any) -> None:
     with without_caches(), adds() as done:
         w = nn.Parameter(torch.randn(48, 32))
         run = torch.compile(
@@ -288,10 +337,22 @@ def test_a_weight_that_is_computed_outside() -> None:
         x, one = torch.randn(32, 32), None
         with fp8pass.accumulate(nn.ParameterList([w])):
             for n in (1, 2):
-                run(x, w * 2).square().sum().backward()
+                run(x, before(w)).square().sum().backward()
                 one = w.grad.clone() if one is None else one
                 assert torch.equal(w.grad, n * one)
     assert done == {"the weight is not a parameter, but computed outside of the graph": 2}
+
+
+@pytest.mark.compiled
+def test_gradients_of_inputs_are_not_added() -> None:
+    """Of the matmuls of a layer whose input is a leaf, that of the weight's gradient alone may add."""
+    with without_caches(), adds() as done:
+        model, run = linear()
+        with fp8pass.accumulate(model), verdicts() as report:
+            for _ in range(2):
+                backward(run, torch.randn(32, 32, requires_grad=True))
+    notes = {gemm.kind: gemm.note for gemm in report.gemms}
+    assert notes == {"output": "", "grad_input": "", "grad_weight": ADDS} and done == {"": 1, "added": 1}
 
 
 @pytest.mark.compiled

@@ -89,6 +89,24 @@ def test_numbers(function: Any, products: int) -> None:
 
 
 @pytest.mark.passes
+def test_rows_of_a_product() -> None:
+    """The matmul computes only the rows that are added."""
+
+    def add_rows(main_grad: Tensor, a: Tensor, b: Tensor, s: Tensor) -> None:
+        main_grad.copy_(main_grad + product(a, b, s)[32:])
+
+    into, *given = inputs()
+    into = into[:16].clone()
+    module, wanted = capture(add_rows, into, *given), into.clone()
+    add_rows(wanted, *given)
+    with ADDING:
+        on_kernels(module, AddProducts())
+    assert count(module, SCALED_ADDMM) == 1
+    module(into, *given)
+    assert sqnr(wanted, into) > 40
+
+
+@pytest.mark.passes
 def test_sums_that_stay() -> None:
     def read(main_grad: Tensor, *x: Tensor) -> Tensor:
         y = product(*x)
