@@ -113,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
-    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help='of fp8pass, as JSON; "delayed" without a recipe'
+    )
     parser.add_argument("--device", choices=("cuda",))
     given = parser.parse_args()
     heads = ("measured", "FP8") if given.device else tuple(given.targets)

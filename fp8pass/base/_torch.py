@@ -43,6 +43,7 @@ with required_names():
     from torch._dynamo.types import ConvertFrameReturn
     from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons, to_fake_tensor
     from torch._functorch import config as functorch_config
+    from torch._functorch import partitioners
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.autograd_function import autograd_function_apply as autograd_function_apply
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition

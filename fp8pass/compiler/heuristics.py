@@ -139,7 +139,7 @@ class Fp8InductorChoices(InductorChoices):
         Each orientation of a quantized tensor is fused with the kernel of its amax before anything else: the amax
         decides the order of loops, and cannot change the order of a pair that is fused already. Nothing is fused with
         the second half of a column sum that Inductor will remove: so the casts of all such sums can share a launch.
-        Sums that Inductor would not write are fused only with each other: see `_misses_sums`. On CPUs, a node that
+        Sums that Inductor would not write are fused only with their like: see `_misses_sums`. On CPUs, a node that
         writes into a tensor is not fused with one that reads it before the write, and is itself read elsewhere: in one
         nest of loops, Inductor looks for a read that does not exist.
         """
@@ -223,8 +223,7 @@ def _stay_apart(scheduler: Any, node1: Any, node2: Any) -> bool:
         return True
     if _completes_sum_of_mixed(scheduler, node1):
         return True
-    are_sums = all(n.is_reduction() for n in nodes)
-    if are_sums and _are_within_others(node1) != _are_within_others(node2) and _misses_sums():
+    if all(n.is_reduction() for n in nodes) and _misses_sums() and _would_be_lost(node1, node2):
         return True
     return bool(node1.is_cpu()) and (_only_waits(node1, node2) or _only_waits(node2, node1))
 
@@ -241,6 +240,11 @@ def _misses_sums() -> bool:
     That is where it sums rows and columns in one kernel, in torch before 2.15: pytorch#193061.
     """
     return "NonOwningLayout" not in inspect.getsource(inductor_simd)
+
+
+def _would_be_lost(node1: Any, node2: Any) -> bool:
+    within = _are_within_others(node1), _are_within_others(node2)
+    return any(within) and (within[0] != within[1] or node1.group != node2.group)
 
 
 def _are_within_others(node: Any) -> bool:

@@ -7,17 +7,21 @@ A budget is the setting `torch._functorch.config.activation_memory_budget`, or, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.base._torch import functorch_config
+from fp8pass.base._torch import partitioners
 from fp8pass.graph.annotation import graphs_of
+from fp8pass.graph.builder import is_tensor
 
 aten = torch.ops.aten
+NOT_NEEDED = int(1e9)
+"""The partitioner's distance from the backward of nodes that it does not need."""
 _KEY = "_region_activation_memory_budget"
-_LEAST = 1e-9
 
 
 @contextlib.contextmanager
@@ -37,13 +41,31 @@ def in_region(module: fx.GraphModule) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def heeding_must_save(joint: fx.GraphModule) -> Iterator[None]:
-    """Replace a budget of 0 by the least above it within the context: at 0 torch saves nothing but inputs."""
-    for node in _nodes(joint):
-        if _budget(node) == 0:
-            _set_budget(node, _LEAST)
-    with functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget or _LEAST):
+def saving(is_marked: Callable[[fx.Node], bool]) -> Iterator[None]:
+    """Let torch's partitioner save nodes that are marked MUST_SAVE, under every budget, within the context.
+
+    Under a budget of 0 it saves nothing but inputs, whatever is marked, and under others it may save the tuple that a
+    node returns, where autograd takes tensors.
+    """
+    of_torch = partitioners.choose_saved_values_set
+
+    def chosen(joint: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
+        saved = of_torch(joint, info, memory_budget=memory_budget)
+        if memory_budget == 0:
+            saved = [*saved, *(n for n in joint.nodes if is_marked(n))]
+        return list(dict.fromkeys(x for n in saved for x in (_needed(n) if is_marked(n) else [n])))
+
+    partitioners.choose_saved_values_set = chosen  # type: ignore[assignment]
+    try:
         yield
+    finally:
+        partitioners.choose_saved_values_set = of_torch
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors that a node returns and that the backward needs, as the partitioner has found out."""
+    tensors = [node] if is_tensor(node) else [x for x in node.users if x.target is operator.getitem and is_tensor(x)]
+    return [x for x in tensors if getattr(x, "dist_from_bw", 0) < NOT_NEEDED]
 
 
 def _nodes(module: fx.GraphModule) -> list[fx.Node]:

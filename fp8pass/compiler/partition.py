@@ -6,23 +6,23 @@ Torch's partitioner saves the tensors that cost the least memory, and assumes th
 free to recompute. It never keeps a node in the forward that only the backward reads, whatever its tags say. So while it
 runs, marked nodes are outputs of the forward.
 
-Under a memory budget of activations it draws random numbers again in the backward, which are then others: the gradient
-of a dropout would be that of another mask (pytorch#190758).
+Under a memory budget of activations below 1 it draws random numbers again in the backward, which are then others: the
+gradient of a dropout would be that of another mask (pytorch#190758).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.base._torch import CustomPartitionerFn, cuts_fast, get_hash_for_files, min_cut_partition
 from fp8pass.base.node_meta import SAVED
-from fp8pass.compiler.memory_budget import heeding_must_save
-from fp8pass.passes.common.after_matmul import is_random
+from fp8pass.compiler import memory_budget
+from fp8pass.compiler.memory_budget import saving
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -46,7 +46,8 @@ class Partition(CustomPartitionerFn):
         end = kwargs.pop("num_fwd_outputs")
         if saved:
             _insert_outputs(gm.graph, end, saved)
-        with cuts_fast(), heeding_must_save(gm) if _mark_random(gm.graph) else contextlib.nullcontext():
+        _mark_random(gm.graph)
+        with cuts_fast(), saving(_is_marked):
             forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
         if saved:
             _remove_outputs(forward, end, len(saved))
@@ -63,25 +64,32 @@ class Partition(CustomPartitionerFn):
 
         Inductor needs it to cache graphs that a custom partitioner cut.
         """
-        return get_hash_for_files((__file__,)), self.configured.uuid() if self.configured is not None else None
+        return get_hash_for_files(
+            (__file__, memory_budget.__file__)
+        ), self.configured.uuid() if self.configured is not None else None
 
 
-def _mark_random(graph: fx.Graph) -> bool:
-    """Have the partitioner save random numbers; return whether there are any outside of checkpointed regions.
+def _mark_random(graph: fx.Graph) -> None:
+    """Mark what draws random numbers to be saved, outside of checkpointed regions.
 
-    In such a region torch itself restores the state of the generator.
+    In such a region torch itself restores the state of the generator. Inductor's random numbers are functions of seeds,
+    which are saved instead.
     """
-    nodes = [n for n in graph.nodes if is_random(n) and not _drops_nothing(n) and "recompute" not in n.meta]
-    for node in nodes:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return bool(nodes)
+    for node in graph.nodes:
+        if _draws(node):
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
-def _drops_nothing(node: fx.Node) -> bool:
-    """Return whether it is an attention without dropout, which draws nothing."""
+def _is_marked(node: fx.Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE and _draws(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" in names and given.get("dropout_p", 0) == 0
+    return "dropout_p" not in names or given.get("dropout_p", 0) != 0  # attention without dropout draws nothing
 
 
 def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> None:

@@ -54,9 +54,8 @@ def annotated_update(
 
 
 OF_UPDATES = RowwiseScaling(power_of_2=False)
-"""The recipe of matmuls of updates. Muon iterates towards an orthogonal matrix. The largest elements of its Gram matrix
-are on the diagonal: with a scale for each row, which is not rounded, they are exact. With one scale for the tensor, or
-scales of powers of two, they are off by up to 6%, and the iteration diverges on small matrices."""
+"""The recipe of matmuls of updates. Muon iterates towards an orthogonal matrix, and multiplies errors on its way: with
+one scale for the tensor, or scales of powers of two, it diverged on small matrices where it was tried."""
 
 
 def _annotated(

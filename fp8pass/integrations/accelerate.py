@@ -153,7 +153,7 @@ def _check_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
         of = forward.args[0] if isinstance(forward, functools.partial) and forward.args else module
-        if isinstance(of, nn.Module) and of is not module:
+        if isinstance(of, nn.Module) and of is not module and "_hf_hook" in module.__dict__:
             where = f"{name} ({type(module).__name__})" if name else type(module).__name__
             raise Fp8Error(
                 f"a hook of Accelerate's on {where} calls the module as it was before its regions were compiled, so "

@@ -1,4 +1,4 @@
-"""Warn once if delayed scales saturated much, as after a jump of the inputs; once if tensors vanish after an outlier.
+"""Warn once if delayed scales saturated much, as after a jump of the inputs; once if they are far too small.
 
 Every few steps, the device compares the newest amaxes with the scales that the earlier ones gave. The host reads the
 result in a later step, when it is there: no step waits for it.
@@ -7,6 +7,7 @@ result in a later step, when it is there: no step waits for it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fp8pass.base.errors import warn
 from fp8pass.base.scaling import FP8_DTYPES
-from fp8pass.states.slots import InstanceState
+from fp8pass.states.slots import InstanceState, SlotTable
 
 MUCH = 16.0
 """So many times the largest value that its scale can represent is too large: if a tensor of normally distributed
@@ -22,14 +23,11 @@ elements grew so much, 80% of them saturate."""
 MOST_STEPS = 16
 """The steps after which the device compares, if the history is long enough."""
 
-_said: set[str] = set()
-"""The warnings that this process has seen."""
-
 
 def watch(state: InstanceState) -> None:
     """Before a training forward, look for steps that saturated or vanished, if it is time to."""
     table = state.table
-    if len(_said) == len(_TELL) or not table.remembers or not table.training:
+    if not _tellers or not table.remembers or not table.training:
         return
     _watches.setdefault(state, _Watch()).step(state)
 
@@ -43,8 +41,7 @@ class _Watch:
 
     def step(self, state: InstanceState) -> None:
         if self.found is not None and self.found.is_there():
-            for tell, numbers in zip(_TELL, self.found.numbers.tolist(), strict=True):
-                tell(state, numbers)
+            _tell(state, *self.found.numbers.tolist())
             self.found = None
         steps, history = state.tracker.steps, state.tensors.amax_history
         rows = min(MOST_STEPS, len(history) // 2)
@@ -53,7 +50,8 @@ class _Watch:
             self.compared_at = steps
             recipe = state.table.delayed
             grown = overshoots(history, rows, recipe.amax_compute_algo, recipe.margin)
-            self.found = _Later(torch.stack([grown, largest_scaled(history, rows, state.tensors.scale)]))
+            newest = largest(history[:rows])
+            self.found = _Later(torch.stack([grown, newest * state.tensors.scale, largest(history) / newest]))
 
 
 @torch.no_grad()
@@ -69,10 +67,9 @@ def overshoots(history: Tensor, rows: int, algo: object, margin: int) -> Tensor:
     return torch.where((older > 0) & torch.isfinite(ratio), ratio, 0).amax(0)
 
 
-@torch.no_grad()
-def largest_scaled(history: Tensor, rows: int, scale: Tensor) -> Tensor:
-    """Return the largest values that the newest amaxes became by the scales, f32[T]; 0 for slots without any."""
-    return history[:rows].nan_to_num(torch.inf).amax(0).clamp(min=0) * scale
+def largest(history: Tensor) -> Tensor:
+    """Return the largest amaxes f32[T] of a history f32[H, T]; 0 for slots without any."""
+    return history.nan_to_num(torch.inf).amax(0).clamp(min=0)
 
 
 class _Later:
@@ -89,37 +86,47 @@ class _Later:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-def _tell_of_growth(state: InstanceState, times: list[float]) -> None:
-    if state.table.delayed.requantizes or "growth" in _said:
-        return
-    if much := [i for i, number in enumerate(times) if number > MUCH]:
-        _said.add("growth")
-        names, worst = state.table.names, max(much, key=times.__getitem__)
-        warn(
-            f"fp8pass: {len(much)} of {len(names)} tensors had, in one of the last steps, values more than {MUCH:g} "
-            f"times as large as their delayed scales allow, and saturated: {names[worst]} {times[worst]:.0f} times. "
-            "After a jump of the inputs, one layer more heals in each step. "
-            "DelayedScaling(on_saturation='requantize') scales such a tensor by its own amax in the step itself"
-        )
+def _tell(state: InstanceState, grown: list[float], scaled: list[float], fallen: list[float]) -> None:
+    """Warn of what was found, of either kind once per process.
+
+    For each slot, grown: as `overshoots` returns it; scaled: what the largest of the newest values became by its scale;
+    fallen: how many times as large the largest of the history was.
+    """
+    for teller in [*_tellers]:
+        if said := teller(state.table, grown, scaled, fallen):
+            _tellers.remove(teller)
+            warn(said)
 
 
-def _tell_of_outliers(state: InstanceState, largest: list[float]) -> None:
-    table = state.table
-    found = [i for i, value in enumerate(largest) if 0 < value < smallest_normal(table.fp8_max[i])]
-    if found and "outliers" not in _said:
-        _said.add("outliers")
-        worst = min(found, key=largest.__getitem__)
-        warn(
-            f"fp8pass: {len(found)} of {len(table.names)} tensors are rounded to 0, or nearly so: their delayed scales "
-            f"fit an amax of an earlier step, that of {table.names[worst]} one that was "
-            f"{table.fp8_max[worst] / largest[worst]:.1g} times as large as those of the last steps. Such an outlier, "
-            "which may lie in rows that are masked later, is forgotten after "
-            f"{table.delayed.amax_history_len} steps: a shorter amax_history_len forgets it sooner, "
-            "recipe='rowwise' scales each row by its own amax, and masking before the matmul avoids it"
-        )
+def _of_growth(table: SlotTable, grown: list[float], *_: list[float]) -> str:
+    much = [i for i, times in enumerate(grown) if times > MUCH]
+    if not much or table.delayed.requantizes:
+        return ""
+    worst = max(much, key=grown.__getitem__)
+    return (
+        f"fp8pass: {len(much)} of {len(table.names)} tensors had, in one of the last steps, values more than {MUCH:g} "
+        f"times as large as their delayed scales allow, and saturated: {table.names[worst]} {grown[worst]:.0f} times. "
+        "After a jump of the inputs, one layer more heals in each step. "
+        "DelayedScaling(on_saturation='requantize') scales such a tensor by its own amax in the step itself"
+    )
 
 
-_TELL = (_tell_of_growth, _tell_of_outliers)
+def _of_fall(table: SlotTable, _: list[float], scaled: list[float], fallen: list[float]) -> str:
+    far = [i for i, value in enumerate(scaled) if 0 < value < smallest_normal(table.fp8_max[i]) and fallen[i] > MUCH]
+    if not far:
+        return ""
+    worst, steps = max(far, key=fallen.__getitem__), table.delayed.amax_history_len
+    return (
+        f"fp8pass: {len(far)} of {len(table.names)} tensors are rounded to 0, or nearly so: their delayed scales fit "
+        f"the largest amax of {steps} steps, that of {table.names[worst]} one that is {fallen[worst]:.1g} times as "
+        "large as those of the last steps. A shorter amax_history_len forgets it sooner. If it is an outlier, as in "
+        "rows that are masked after the matmul, mask them before it, or choose recipe='rowwise', where each row has "
+        "its own scale"
+    )
+
+
+_tellers: list[Callable[..., str]] = [_of_growth, _of_fall]
+"""What this process has not warned of yet."""
 
 
 def smallest_normal(fp8_max: float) -> float:

@@ -275,7 +275,7 @@ def trains_what_it_left(model: Dropout, **options: Any) -> None:
 @pytest.mark.inductor
 @pytest.mark.parametrize(("budget", "lowering"), [(0.0, "eager"), (0.1, "eager"), (0.0, "inductor")])
 def test_a_memory_budget_draws_no_other_random_numbers(budget: float, lowering: str) -> None:
-    """Torch's own partitioner drops other elements in the backward at a budget of 0: pytorch#190758."""
+    """Torch's own partitioner drops other elements in the backward: pytorch#190758."""
     with verdicts() as report, functorch_config.patch(activation_memory_budget=budget):
         trains_what_it_left(Dropout(), lowering=lowering)
     assert len(report.rewritten) == 5
@@ -291,11 +291,36 @@ def test_a_memory_budget_of_a_region(budget: float) -> None:
     assert len(report.rewritten) == 5 and not report.faults
 
 
+@torch.library.custom_op("tests::drop", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _drop(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return half of the elements, and a mask of them."""
+    mask = torch.rand_like(x) > 0.5
+    return x * mask, mask
+
+
+_drop.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)))
+_drop.register_autograd(
+    lambda ctx, gradient, _: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
+def test_a_random_op_that_returns_a_tuple(budget: float) -> None:
+    """Autograd takes no tuple; a graph with little to recompute would save it."""
+    w = nn.Parameter(torch.randn(64))
+    with functorch_config.patch(activation_memory_budget=budget):
+        left = compiled(lambda x: _drop(x * w)[0])(x := torch.randn(32, 64))
+        left.sum().backward()
+    torch.testing.assert_close(w.grad, (x * (left != 0)).sum(0))
+
+
 @pytest.mark.passes
 @pytest.mark.parametrize(("dropout", "is_marked"), [((), False), ((0.0,), False), ((0.1,), True)])
 def test_attention_without_dropout_is_computed_again(dropout: tuple[float, ...], is_marked: bool) -> None:
     graph = fx.Graph()
     q = graph.placeholder("q")
     node = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (q, q, q, *dropout))
-    assert partition._mark_random(graph) is is_marked
+    partition._mark_random(graph)
     assert ("recompute" in node.meta) is is_marked

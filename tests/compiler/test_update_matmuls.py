@@ -49,11 +49,16 @@ def exact_update(grad: Tensor, steps: int, quantize: bool, of: Coefficients = OF
 
 
 def updated(
-    shape: tuple[int, int], steps: int = STEPS, of: Coefficients = OF_MUON, **options: Any
+    shape: tuple[int, int], steps: int = STEPS, of: Coefficients = OF_MUON, decay: float = 0.0, **options: Any
 ) -> tuple[Tensor, Tensor, Report]:
-    """Return a gradient, the update that a compiled Muon makes with it, and the report."""
+    """Return a gradient, the update that a compiled Muon makes with it, and the report.
+
+    decay: how fast the singular values of the gradient fall, the i-th by i**-decay.
+    """
     p = nn.Parameter(torch.zeros(shape))
-    p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, values, right = torch.linalg.svd(noise, full_matrices=False)
+    p.grad = left * values * torch.arange(1, len(values) + 1) ** -decay @ right
     muon = torch.optim.Muon(
         [p], lr=RATE, weight_decay=DECAY, momentum=MOMENTUM, nesterov=False, eps=EPS, ns_steps=steps, ns_coefficients=of
     )
@@ -90,13 +95,16 @@ def test_without_a_recipe_they_are_in_high_precision_and_the_report_names_the_op
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("shape", [(64, 32), (128, 128), (96, 256)])
-def test_the_iteration_stays_as_stable_as_in_bfloat16(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "decay", "least"),
+    [((64, 32), 0.0, 0.95), ((128, 128), 0.0, 0.95), ((96, 256), 0.0, 0.95), ((128, 128), 3.0, 0.92)],
+)
+def test_the_iteration_stays_as_stable_as_in_bfloat16(shape: tuple[int, int], decay: float, least: float) -> None:
     """Its singular values end in [0, 1.25] or so; with one scale for the tensor, those of 64 x 32 reach 100."""
-    grad, update, _ = updated(shape, update_matmuls="fp8")
+    grad, update, _ = updated(shape, decay=decay, update_matmuls="fp8")
     exact = exact_update(grad, STEPS, quantize=False)
     assert float(torch.linalg.matrix_norm(update.double(), 2)) < 1.3
-    assert float(F.cosine_similarity(update.double().flatten(), exact.flatten(), 0)) > 0.95
+    assert float(F.cosine_similarity(update.double().flatten(), exact.flatten(), 0)) > least
 
 
 @pytest.mark.inductor

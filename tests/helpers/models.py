@@ -141,3 +141,16 @@ class Modulated(nn.Module):
         shift, scale, next_shift, next_scale = self.table.chunk(4, 1)
         x = x + self.first(self.norm(x) * (1 + scale) + shift)
         return x + self.second(self.norm(x) * (1 + next_scale) + next_shift)
+
+
+class ModulatedRows(nn.Module):
+    """A layer after a scale and a shift that are slices of tables of columns and of rows."""
+
+    def __init__(self, width: int, rows: int = 32768) -> None:
+        super().__init__()
+        self.table, self.rows = nn.Parameter(torch.randn(1, 2, width)), nn.Parameter(torch.randn(1, rows, 2))
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (scale, shift), (of_row, shift_of_row) = self.table.chunk(2, 1), self.rows.chunk(2, 2)
+        return self.layer(x * (scale + of_row) + shift + shift_of_row)

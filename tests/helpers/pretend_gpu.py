@@ -196,13 +196,17 @@ def accumulating(gpu: FakeCuda, what: str) -> dict[str, int]:
     return {"_scaled_mm": code.count("extern_kernels._scaled_mm("), **calls}
 
 
-def slices(gpu: FakeCuda, width: int = 256) -> list[int]:
-    """Return where the code of a backward writes gradients of a table's slices, as offsets in the table's gradient."""
-    from tests.helpers.models import Modulated
+def slices(gpu: FakeCuda, which: str, width: int = 256) -> list[int]:
+    """Return where the code of a backward writes gradients of a table's slices, as offsets in the table's gradient.
 
+    which: "columns", where the table is the only one, or "rows", where rows have one too.
+    """
+    from tests.helpers.models import Modulated, ModulatedRows
+
+    model, n = (Modulated(width), 4) if which == "columns" else (ModulatedRows(width), 2)
     x = torch.randn(1, 32768, width, requires_grad=True)
-    _, code = generated(gpu, Modulated(width), x, min_speedup=0, target="sm_90", recipe="dynamic", strict=True)
-    views = re.findall(rf"reinterpret_tensor\(buf\d+, \(1, 1, {width}\), \({4 * width}, {width}, 1\), (\d+)\)", code)
+    _, code = generated(gpu, model, x, min_speedup=0, target="sm_90", recipe="dynamic", strict=True)
+    views = re.findall(rf"reinterpret_tensor\(buf\d+, \(1, 1, {width}\), \({n * width}, {width}, 1\), (\d+)\)", code)
     return sorted({int(offset) for offset in views})
 
 
@@ -312,7 +316,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
     what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed
-    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "slices"; "dropped"; "parts"; "candidates" and an
+    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "slices", followed by which; "dropped"; "parts"; "candidates" and an
     architecture, before a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
     last two.
     """
@@ -331,7 +335,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     if what == "accumulating":
         return accumulating(gpu, *of)
     if what == "slices":
-        return slices(gpu)
+        return slices(gpu, *of)
     if what == "dropped":
         return dropped(gpu)
     if what == "libraries":

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from fp8pass.recipes import DelayedScaling
 from fp8pass.states import saturation
-from fp8pass.states.saturation import MUCH, largest_scaled, overshoots, smallest_normal
+from fp8pass.states.saturation import MUCH, largest, overshoots, smallest_normal
 from tests.helpers.harness import compiled
 from tests.helpers.models import make
 
 
 @pytest.fixture(autouse=True)
 def _no_warning_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saturation, "_said", set())
+    monkeypatch.setattr(saturation, "_tellers", [*saturation._tellers])
 
 
 def layers() -> nn.Module:
@@ -74,10 +74,10 @@ def test_what_is_not_warned_of(factor: Callable[[int], float], options: dict[str
 
 
 @pytest.mark.passes
-def test_largest_scaled() -> None:
-    """Slots that were used, that were not used yet, and that met an infinity."""
-    history = torch.tensor([[2.0, -1.0, 1.0], [3.0, -1.0, torch.inf], [64.0, 5.0, 1.0]])
-    assert largest_scaled(history, 2, torch.tensor([2.0, 4.0, 1.0])).tolist() == [6.0, 0.0, torch.finfo().max]
+def test_largest() -> None:
+    """Of slots that were used, that were not used yet, and that met an infinity."""
+    history = torch.tensor([[2.0, -1.0, 1.0], [3.0, -1.0, torch.inf]])
+    assert largest(history).tolist() == [3.0, 0.0, torch.finfo().max]
     assert (smallest_normal(448.0), smallest_normal(57344.0)) == (2.0**-6, 2.0**-14)
 
 
@@ -87,8 +87,11 @@ def test_an_outlier_in_rows_that_are_masked(on_saturation: str) -> None:
     """Its amax rounds the other rows of later batches to 0, as after transformers#48205, where such rows are garbage."""
     recipe = DelayedScaling(amax_history_len=16, on_saturation=on_saturation)
     (said,) = trained(inputs(lambda i: 1e12 if i == 4 else 1, 20), "are rounded to 0", recipe=recipe)
-    assert said.startswith("fp8pass: ") and ".input" in said and "after 16 steps" in said and "rowwise" in said
-    saturation._said.clear()
-    assert not trained(inputs(lambda i: 1e3 if i == 4 else 1, 20), "are rounded to 0", recipe=recipe), (
-        "1e3 fits into e4m3"
-    )
+    assert said.startswith("fp8pass: ") and ".input" in said and "amax of 16 steps" in said and "rowwise" in said
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("factor", [lambda i: 1e3 if i == 4 else 1, lambda i: 1e-42])
+def test_what_is_small_but_not_rounded_to_0_by_an_outlier(factor: Callable[[int], float]) -> None:
+    """What e4m3 represents beside the outlier, and numbers that have no scale at all."""
+    assert not trained(inputs(factor, 20), "are rounded to 0", recipe=DelayedScaling(amax_history_len=16))
