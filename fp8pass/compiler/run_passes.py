@@ -36,19 +36,19 @@ def run_all(
     """
     module, trial = graph.owning_module, overrides.current()
     assert module is not None
-    for p in passes:
-        if trial is not None and not trial.runs(p.name, part):
-            continue
-        with in_region(module), dump.step(part, p.name, module, examples) as step, faults_of(p.name):
-            if p.name in REQUIRED:
-                step.applied = p.run(module.graph, context)
-            else:
-                observer = GraphTransformObserver(module, p.name)
-                step.applied = observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0  # noqa: B023
-            if step.applied:
-                check(p.name)
-            if step.applied and trial is not None:
-                trial.applied.add(p.name)
+    todo = [p for p in passes if trial is None or trial.runs(p.name, part)]
+    with in_region(module):
+        for p in todo:
+            with dump.step(part, p.name, module, examples) as step, faults_of(p.name):
+                if p.name in REQUIRED:
+                    step.applied = p.run(module.graph, context)
+                else:
+                    observer = GraphTransformObserver(module, p.name)
+                    step.applied = observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0  # noqa: B023
+                if step.applied:
+                    check(p.name)
+                if step.applied and trial is not None:
+                    trial.applied.add(p.name)
     module.recompile()
 
 
