@@ -112,7 +112,12 @@ def _of_growth(table: SlotTable, grown: list[float], *_: list[float]) -> str:
 
 
 def _of_fall(table: SlotTable, _: list[float], scaled: list[float], fallen: list[float]) -> str:
-    far = [i for i, value in enumerate(scaled) if 0 < value < smallest_normal(table.fp8_max[i]) and fallen[i] > MUCH]
+    far = [
+        i
+        for i, (value, times, largest) in enumerate(zip(scaled, fallen, table.fp8_max, strict=True))
+        # both, since numbers can be too small for any scale
+        if 0 < value < smallest_normal(largest) and times > largest / smallest_normal(largest) / 2**table.delayed.margin
+    ]
     if not far:
         return ""
     worst, steps = max(far, key=fallen.__getitem__), table.delayed.amax_history_len
