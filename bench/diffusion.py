@@ -63,7 +63,9 @@ def flux(tokens: int, rank: int = 0) -> tuple[Any, ...]:
             from peft import LoraConfig
 
             model.requires_grad_(False)
-            model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=TAKES_LORA))
+            # random weights: those that are 0 before the first update would have no scale
+            config = LoraConfig(r=rank, lora_alpha=rank, target_modules=TAKES_LORA, init_lora_weights=False)
+            model.add_adapter(config)
         inputs = torch.randn(1, tokens, 64), torch.randn(1, TEXT, WIDTH), torch.randn(1, 768), torch.rand(1)
     finally:
         torch.set_default_dtype(torch.float32)
