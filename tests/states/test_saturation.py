@@ -19,7 +19,7 @@ from tests.helpers.models import make
 
 @pytest.fixture(autouse=True)
 def _no_warning_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saturation, "_tellers", [*saturation._tellers])
+    monkeypatch.setattr(saturation, "_tellers", [saturation._of_growth, saturation._of_fall])
 
 
 def layers() -> nn.Module:
