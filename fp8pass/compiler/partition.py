@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass.base._torch import CustomPartitionerFn, cuts_fast, get_hash_for_files, min_cut_partition
 from fp8pass.base.node_meta import SAVED
 from fp8pass.compiler import memory_budget
-from fp8pass.compiler.memory_budget import saving
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -47,7 +46,7 @@ class Partition(CustomPartitionerFn):
         if saved:
             _insert_outputs(gm.graph, end, saved)
         _mark_random(gm.graph)
-        with cuts_fast(), saving(_is_marked):
+        with cuts_fast(), memory_budget.saving(_is_marked):
             forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
         if saved:
             _remove_outputs(forward, end, len(saved))
@@ -60,13 +59,12 @@ class Partition(CustomPartitionerFn):
         return {"configured": self.configured}  # without `seen`, which only observes the result
 
     def uuid(self) -> Any:
-        """Return a key that changes with this file, and with the user's own partitioner.
+        """Return a key that changes with what decides here, and with the user's own partitioner.
 
         Inductor needs it to cache graphs that a custom partitioner cut.
         """
-        return get_hash_for_files(
-            (__file__, memory_budget.__file__)
-        ), self.configured.uuid() if self.configured is not None else None
+        files = get_hash_for_files((__file__, memory_budget.__file__))
+        return files, self.configured.uuid() if self.configured is not None else None
 
 
 def _mark_random(graph: fx.Graph) -> None:
