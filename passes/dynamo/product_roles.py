@@ -28,7 +28,7 @@ from fp8pass.passes.dynamo.write_matmuls import name_of
 from fp8pass.recipes import Kind, Role
 
 _VIEWS = frozenset(
-    ("contiguous", "flatten", "mT", "permute", "reshape", "squeeze", "t", "T", "transpose", "unflatten")
+    ("contiguous", "flatten", "mT", "numpy_T", "permute", "reshape", "squeeze", "t", "T", "transpose", "unflatten")
 ) | {"unsqueeze", "view", "view_as"}
 _COPIES = frozenset(("contiguous", "flatten", "reshape"))
 """Views that may be copies."""

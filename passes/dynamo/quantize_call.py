@@ -390,7 +390,8 @@ class QuantizeCall:
 
 def _is_transpose(view: fx.Node) -> bool:
     """Return whether a view is the transpose of a matrix."""
-    return view.meta["example_value"].dim() == 2 and name_of(view) in ("T", "mT", "t", "transpose")
+    names = "T", "numpy_T", "mT", "t", "transpose"  # numpy_T is `.T` in torch 2.15
+    return view.meta["example_value"].dim() == 2 and name_of(view) in names
 
 
 def _is_cacheable(x: Tensor) -> bool:
