@@ -25,7 +25,7 @@ import torch
 from h200 import seconds
 from torch import nn
 
-from fp8pass.inspect.inspector import Inspection, inspect
+from fp8pass.inspect.inspector import inspect
 from fp8pass.report.report import collect
 
 TARGETS = ("rtx4090", "rtx5090", "h100", "b200")
@@ -77,16 +77,11 @@ full_1024, full_4096 = (partial(flux, tokens) for tokens in (1024, 4096))
 MODELS = ("lora_1024", "lora_2048", "lora_4096", "full_1024", "full_4096")
 
 
-def ratio(found: Inspection) -> float:
-    """Return the predicted time of a step of BF16 over that of fp8pass."""
-    ours, bf16, *_ = found.runs
-    return bf16.seconds / ours.seconds
-
-
 def predicted(name: str, target: str, options: dict[str, Any]) -> str:
     """Return a cell: the predicted speed."""
-    rest = dict(options)
-    return f"{ratio(inspect(f'bench.diffusion:{name}', target, rest.pop('recipe', 'delayed'), options=rest)):.2f}"
+    recipe = options.get("recipe", "delayed")
+    ours, bf16 = inspect(f"bench.diffusion:{name}", target, recipe, options=options).runs
+    return f"{bf16.seconds / ours.seconds:.2f}"
 
 
 def measured(name: str, options: dict[str, Any]) -> tuple[str, str]:

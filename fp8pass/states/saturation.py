@@ -1,4 +1,4 @@
-"""Warn once if delayed scales saturated much, as after a jump of the inputs; once if they are far too small.
+"""Warn once if delayed scales saturated much, as after a jump of the inputs; once if values round to 0.
 
 Every few steps, the device compares the newest amaxes with the scales that the earlier ones gave. The host reads the
 result in a later step, when it is there: no step waits for it.
@@ -114,9 +114,9 @@ def _of_growth(table: SlotTable, grown: list[float], *_: list[float]) -> str:
 def _of_fall(table: SlotTable, _: list[float], scaled: list[float], fallen: list[float]) -> str:
     far = [
         i
-        for i, (value, times, largest) in enumerate(zip(scaled, fallen, table.fp8_max, strict=True))
+        for i, (value, times, most) in enumerate(zip(scaled, fallen, table.fp8_max, strict=True))
         # both, since numbers can be too small for any scale
-        if 0 < value < smallest_normal(largest) and times > largest / smallest_normal(largest) / 2**table.delayed.margin
+        if 0 < value < smallest_normal(most) and times > most / smallest_normal(most) / 2**table.delayed.margin
     ]
     if not far:
         return ""
@@ -131,7 +131,7 @@ def _of_fall(table: SlotTable, _: list[float], scaled: list[float], fallen: list
 
 
 _tellers: list[Callable[..., str]] = [_of_growth, _of_fall]
-"""What this process has not warned of yet."""
+"""Name the warnings that this process has not given yet; each returns its text, or "" if there is no reason for it."""
 
 
 def smallest_normal(fp8_max: float) -> float:

@@ -58,15 +58,12 @@ def match(graph: fx.Graph, context: KernelsContext) -> dict[fx.Node, Found]:
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     # the results of the forward, which come first, are not among those of the backward
     for result, of in zip(reversed(results), reversed(context.gradients), strict=False):
-        if of is not None and is_tensor(result) and is_row_major(val(result)):
-            product = summed_product(result)
-            if product is not None and results.count(result) == 1 and _is_of_weight(product.matmul, context):
-                found.setdefault(product.matmul, []).append((product, of))
+        if of is None or results.count(result) > 1 or not is_tensor(result) or not is_row_major(val(result)):
+            continue
+        product = summed_product(result)
+        if product is not None and product.matmul.meta.get(GEMM, "") in context.of_weights:
+            found.setdefault(product.matmul, []).append((product, of))
     return found
-
-
-def _is_of_weight(matmul: fx.Node, context: KernelsContext) -> bool:
-    return matmul.meta.get(GEMM, "") in context.of_weights
 
 
 def _added(build: Builder, product: SummedProduct, of: GradientOf) -> fx.Node:

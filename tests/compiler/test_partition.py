@@ -282,7 +282,9 @@ def test_a_memory_budget_draws_no_other_random_numbers(budget: float, lowering: 
 
 
 @pytest.mark.compiled
-@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs torch 2.13")
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch 2.11 has no budget for a region"
+)
 @pytest.mark.parametrize("budget", [0.0, 0.3])
 def test_a_memory_budget_of_a_region(budget: float) -> None:
     """Every node of a graph must have the budget, those of passes and the writes of the state too."""

@@ -315,10 +315,10 @@ def passes_after(gpu: FakeCuda) -> list[Any]:
 def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
-    what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed
-    by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by what; "slices", followed by which; "dropped"; "parts"; "candidates" and an
-    architecture, before a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
-    last two.
+    what: "passes", "plain", "inspect", "dropped", "parts"; "libraries", followed by a name of `LIBRARIES`; "epilogues"
+    or "rules", followed by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by
+    what; "slices", followed by which; "candidates" and an architecture, before a question about a model; "step" or a
+    recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
     """
     if what == "inspect":
         return inspection(gpu, *of)

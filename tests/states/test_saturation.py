@@ -75,7 +75,7 @@ def test_what_is_not_warned_of(factor: Callable[[int], float], options: dict[str
 
 @pytest.mark.passes
 def test_largest() -> None:
-    """Of slots that were used, that were not used yet, and that met an infinity."""
+    """It returns 0 for a slot that was not used yet, and the largest float for one that met an infinity."""
     history = torch.tensor([[2.0, -1.0, 1.0], [3.0, -1.0, torch.inf]])
     assert largest(history).tolist() == [3.0, 0.0, torch.finfo().max]
     assert (smallest_normal(448.0), smallest_normal(57344.0)) == (2.0**-6, 2.0**-14)
@@ -93,5 +93,5 @@ def test_an_outlier_in_rows_that_are_masked(on_saturation: str) -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("factor", [lambda i: 1e3 if i == 4 else 1, lambda i: 1e-42])
 def test_what_is_small_but_not_rounded_to_0_by_an_outlier(factor: Callable[[int], float]) -> None:
-    """What e4m3 represents beside the outlier, and numbers that have no scale at all."""
+    """Nobody is warned of numbers that e4m3 represents beside the outlier, or that are too small for any scale."""
     assert not trained(inputs(factor, 20), "are rounded to 0", recipe=DelayedScaling(amax_history_len=16))

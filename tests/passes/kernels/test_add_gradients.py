@@ -291,7 +291,7 @@ def test_a_grad_that_can_not_be_added_to(accumulating: Any) -> None:
 
 @pytest.mark.compiled
 def test_a_grad_that_shares_its_memory(accumulating: Any) -> None:
-    """As that of a buffer for all gradients does: a second gradient would reach a new tensor, and not the buffer."""
+    """Autograd would add a second gradient to a new tensor, and a buffer for all gradients would miss it."""
     model, run, x, one, done = accumulating
     flat = torch.cat([one.flatten(), torch.zeros(16)])
     model.weight.grad = flat[: one.numel()].view_as(one)
@@ -345,7 +345,7 @@ def test_a_weight_that_is_computed_outside(before: Any) -> None:
 
 @pytest.mark.compiled
 def test_gradients_of_inputs_are_not_added() -> None:
-    """Of the matmuls of a layer whose input is a leaf, that of the weight's gradient alone may add."""
+    """Only the matmul of the weight's gradient adds, though the input is a leaf and has a gradient too."""
     with without_caches(), adds() as done:
         model, run = linear()
         with fp8pass.accumulate(model), verdicts() as report:
