@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass.base._torch import CustomPartitionerFn, cuts_fast, get_hash_for_files, min_cut_partition
 from fp8pass.base.node_meta import SAVED
 from fp8pass.compiler import memory_budget
+from fp8pass.graph.builder import named_arguments
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -85,9 +86,7 @@ def _is_marked(node: fx.Node) -> bool:
 def _draws(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or given.get("dropout_p", 0) != 0  # attention without dropout draws nothing
+    return named_arguments(node).get("dropout_p") != 0  # attention without dropout draws nothing
 
 
 def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> None:

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
+from torch.fx.operator_schemas import normalize_function
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.base._torch import (
@@ -46,6 +47,12 @@ def val(node: object) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), (node, value)
     return value
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call of an op by their names, with the defaults of those that are left out."""
+    found = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)  # type: ignore[arg-type]
+    return dict(node.kwargs if found is None else found.kwargs)
 
 
 def is_tensor(x: object) -> TypeGuard[fx.Node]:

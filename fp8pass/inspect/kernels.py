@@ -27,7 +27,7 @@ from fp8pass.base._torch import (
 from fp8pass.base.names import module_path
 from fp8pass.base.node_meta import MADE_BY
 from fp8pass.base.scaling import FP8_DTYPES
-from fp8pass.graph.builder import is_tensor
+from fp8pass.graph.builder import is_tensor, named_arguments
 from fp8pass.graph.sizes import expression
 from fp8pass.hardware import Target
 from fp8pass.inspect.fake_cuda import Generated, Launch
@@ -283,8 +283,7 @@ def _val(node: Any) -> Tensor:
 
 def _attention_flops(op: fx.Node) -> float:
     """Count the FLOPs of all GEMMs in attention: two in forward, five in backward; half of that if it is causal."""
-    names = [a.name for a in op.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    given = named_arguments(op)
     q, k, v = (_val(given[name]) for name in ("query", "key", "value"))
     one = 2 * math.prod(q.shape[:-1]) * k.shape[-2]
     forward, backward = one * (q.shape[-1] + v.shape[-1]), one * (3 * q.shape[-1] + 2 * v.shape[-1])
