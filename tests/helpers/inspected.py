@@ -83,3 +83,28 @@ def mlp() -> tuple[Any, ...]:
 def equal_layers() -> tuple[Any, ...]:
     """Return three equal layers and their input."""
     return nn.Sequential(*(Block(256, 512) for _ in range(3))).bfloat16(), _input(512, 256)
+
+
+class Adapted(nn.Module):
+    """A frozen attention and MLP of FLUX's width, with adapters of rank 16 on query, key and value."""
+
+    def __init__(self, width: int = 3072, rank: int = 16) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width) for _ in range(3)).requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(width, rank, bias=False) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(3))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).requires_grad_(
+            False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            (base(x) + up(down(x))).unflatten(-1, (24, 128)).transpose(1, 2)
+            for base, down, up in zip(self.base, self.down, self.up, strict=True)
+        )
+        return x + self.mlp(x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def adapted() -> tuple[Any, ...]:
+    """Return such a layer, and one image of few tokens."""
+    return Adapted().bfloat16(), _input(1, 768, 3072)

@@ -364,6 +364,13 @@ def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
     assert all(k.compiled is not None and not k.compiled.spilled for k in fused)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic", "rowwise"])
+def test_frozen_layers_at_a_small_batch_are_not_slower_than_in_bf16(recipe: str) -> None:
+    """By prediction: what would be, `min_speedup` declines, and layers that it declines are not merged."""
+    ours, bf16 = inspect_there("tests.helpers.inspected:adapted", recipe=recipe).runs
+    assert ours.seconds <= 1.001 * bf16.seconds
+
+
 def test_each_of_equal_layers_is_counted() -> None:
     """Compiled once, as in training, they would be one."""
     run = inspect_there("tests.helpers.inspected:equal_layers", run="fp8pass delayed", options=ANY_SIZE).runs[0]
