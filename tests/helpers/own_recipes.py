@@ -24,15 +24,17 @@ class Halfway(oracle.Slot):
     """`halfway` in Python."""
 
     def first(self, amax: float) -> float:
-        return super().first(amax)  # the mean of two equal scales
+        # two equal scales, unless the usual formula overflows before the margin divides
+        return self._mean(super().first(amax), amax) if 0 < amax < math.inf else 1.0
 
     def next(self, amax: float) -> float:
         if not 0 < amax < math.inf:
             return self.scale
-        new = oracle.MAX[self.fmt] / amax / 2.0**self.margin
         # in the first step, `amax` is that of the history, by whose scale the old one is replaced
-        old = self.scale or oracle.scale_of(amax, self.fmt, 1.0, self.margin)
-        return bounded(math.sqrt(old) * math.sqrt(new))
+        return self._mean(self.scale or super().first(amax), amax)
+
+    def _mean(self, old: float, amax: float) -> float:
+        return bounded(math.sqrt(old) * math.sqrt(oracle.MAX[self.fmt] / amax / 2.0**self.margin))
 
 
 def bounded(scale: float) -> float:
