@@ -1,13 +1,15 @@
 """Measure the time to compile a training step, beside plain Inductor: with empty caches and with warm caches.
 
     python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed ...] [--repeat 2] [--json FILE]
+    python bench/compile_time.py --layers 8 32 --backends inductor:compiled_adamw delayed:adamw delayed:train_step
 
 Prints a table. The model has `--layers` identical blocks of attention and MLP, and is so narrow that its arithmetic
 takes no time. Backends are "inductor"; recipes of fp8pass; "torchao", which is torchao's tensorwise recipe and is left
 out if torchao is not installed; and "casts": plain Inductor, with linear layers that cast to FP8 without scales, the
 least that any way of multiplying in FP8 gives Inductor to compile. The model is compiled as a whole or, with ":blocks"
-after a backend, block by block; "explain" calls `fp8pass.explain` instead of training. Every number is the least of
-`--repeat` repetitions. Each repetition runs two processes: the first starts with an empty cache directory, the second
+after a backend, block by block; "explain" calls `fp8pass.explain` instead of training. With ":adamw" torch's fused
+AdamW updates the parameters, with ":compiled_adamw" an AdamW whose step is compiled too, and with ":train_step" the
+same AdamW in a `fp8pass.train_step`. Every number is the least of `--repeat` repetitions. Each repetition runs two processes: the first starts with an empty cache directory, the second
 with the cache that the first wrote. A process first compiles one line without fp8pass, whatever the backend, so that
 imports, the pool of compile workers and compiled C++ headers are ready; then it times two training steps. The CPU
 seconds of the process itself measure Dynamo, AOTAutograd, passes and Inductor, and do not depend on what else the
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -134,7 +136,7 @@ def start(backend: str, layers: int, device: str) -> Start:
     counters.clear()
     model = nn.Sequential(*(Block() for _ in range(layers))).to(device)
     x = torch.randn(1, TOKENS, WIDTH, device=device, requires_grad=True)
-    recipe, _, parts = backend.partition(":")
+    recipe, _, how = backend.partition(":")
     fp8: dict[str, Any] = {"backend": "fp8pass", "options": {"recipe": recipe, "min_speedup": 0}}
     if recipe == "torchao":
         from torchao.float8 import convert_to_float8_training
@@ -144,20 +146,40 @@ def start(backend: str, layers: int, device: str) -> Start:
         for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
             linear.forward = partial(CastLinear.apply, linear.weight)  # type: ignore[method-assign]
     options = {} if recipe in ("inductor", "torchao", "casts", "explain") else fp8
-    for block in model if parts else ():
+    for block in model if how == "blocks" else ():
         block.compile(**options)
-    run = model if parts else torch.compile(model, **options)  # model.compile() would not compile Sequential.forward
+    # model.compile() would not compile Sequential.forward
+    run = model if how in ("blocks", "train_step") else torch.compile(model, **options)
+    step = step_of(run, x, how, recipe)
     began, began_cpu = time.perf_counter(), time.process_time()
     if recipe == "explain":
         fp8pass.explain(model, x, config=fp8pass.Config(min_speedup=0))
     else:
         for _ in range(STEPS):
-            run(x).sum().backward()
+            step()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
     return Start(seconds, cpu, peak, {name: n for group, name in COUNTERS if (n := counters[group][name])})
+
+
+def step_of(run: nn.Module, x: Tensor, how: str, recipe: str) -> Callable[[], None]:
+    """Return a function that runs one training step; without an optimizer, unless `how` names one."""
+    if how in ("", "blocks"):
+        return lambda: run(x).sum().backward()
+    fused = how == "adamw"
+    optimizer = torch.optim.AdamW(run.parameters(), fused=fused, foreach=not fused)
+    update = torch.compile(optimizer.step) if how == "compiled_adamw" else optimizer.step
+
+    def step() -> None:
+        run(x).sum().backward()
+        update()
+        optimizer.zero_grad()
+
+    compiled: Callable[[], None]
+    compiled = fp8pass.train_step(recipe=recipe, min_speedup=0)(step) if how == "train_step" else step
+    return compiled
 
 
 def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
@@ -184,7 +206,8 @@ def table(rows: list[Row]) -> str:
     titles = "first process s", "of it Python, CPU s", "its peak GB", "second process s"
     lines = ["| layers | backend | " + " | ".join(f"{title} | times Inductor's" for title in titles) + " |"]
     lines.append("|---:|---" + "|---:" * 2 * len(titles) + "|")
-    inductor = {row.layers: numbers(row) for row in rows if row.backend == "inductor"}
+    bases = "inductor", "inductor:compiled_adamw"
+    inductor = {row.layers: numbers(row) for base in bases for row in rows if row.backend == base}
     for row in rows:
         cells = [str(row.layers), row.backend]
         for i, number in enumerate(numbers(row)):
@@ -206,7 +229,7 @@ def main() -> None:
         "--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of blocks (default: %(default)s)"
     )
     parser.add_argument(
-        "--backends", nargs="+", default=BACKENDS, help="recipes and other backends; :blocks compiles block by block"
+        "--backends", nargs="+", default=BACKENDS, help="recipes and other backends, with :blocks or an optimizer"
     )
     parser.add_argument("--repeat", type=int, default=2, help="number of repetitions (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
