@@ -8,8 +8,9 @@ takes no time. Backends are "inductor"; recipes of fp8pass; "torchao", which is 
 out if torchao is not installed; and "casts": plain Inductor, with linear layers that cast to FP8 without scales, the
 least that any way of multiplying in FP8 gives Inductor to compile. The model is compiled as a whole or, with ":blocks"
 after a backend, block by block; "explain" calls `fp8pass.explain` instead of training. With ":adamw" torch's fused
-AdamW updates the parameters, with ":compiled_adamw" an AdamW whose step is compiled too, and with ":train_step" the
-same AdamW in a `fp8pass.train_step`. Every number is the least of `--repeat` repetitions. Each repetition runs two processes: the first starts with an empty cache directory, the second
+AdamW updates the parameters, with ":compiled_adamw" an AdamW whose step is compiled too, with ":train_step" the same
+AdamW in a `fp8pass.train_step`, and with ":train_step_fused" the fused one in it. Every number is the least of
+`--repeat` repetitions. Each repetition runs two processes: the first starts with an empty cache directory, the second
 with the cache that the first wrote. A process first compiles one line without fp8pass, whatever the backend, so that
 imports, the pool of compile workers and compiled C++ headers are ready; then it times two training steps. The CPU
 seconds of the process itself measure Dynamo, AOTAutograd, passes and Inductor, and do not depend on what else the
@@ -149,7 +150,7 @@ def start(backend: str, layers: int, device: str) -> Start:
     for block in model if how == "blocks" else ():
         block.compile(**options)
     # model.compile() would not compile Sequential.forward
-    run = model if how in ("blocks", "train_step") else torch.compile(model, **options)
+    run = model if how == "blocks" or how.startswith("train_step") else torch.compile(model, **options)
     step = step_of(run, x, how, recipe)
     began, began_cpu = time.perf_counter(), time.process_time()
     if recipe == "explain":
@@ -168,7 +169,7 @@ def step_of(run: nn.Module, x: Tensor, how: str, recipe: str) -> Callable[[], No
     """Return a function that runs one training step; without an optimizer, unless `how` names one."""
     if how in ("", "blocks"):
         return lambda: run(x).sum().backward()
-    fused = how == "adamw"
+    fused = how in ("adamw", "train_step_fused")
     optimizer = torch.optim.AdamW(run.parameters(), fused=fused, foreach=not fused)
     update = torch.compile(optimizer.step) if how == "compiled_adamw" else optimizer.step
 
@@ -178,7 +179,7 @@ def step_of(run: nn.Module, x: Tensor, how: str, recipe: str) -> Callable[[], No
         optimizer.zero_grad()
 
     compiled: Callable[[], None]
-    compiled = fp8pass.train_step(recipe=recipe, min_speedup=0)(step) if how == "train_step" else step
+    compiled = fp8pass.train_step(recipe=recipe, min_speedup=0)(step) if how.startswith("train_step") else step
     return compiled
 
 

@@ -6,35 +6,49 @@ Prints a table of microseconds per step. The model has `--layers` equal blocks o
 the functions that Inductor generated are replaced by functions that return their last results again, so that no kernel
 runs: kernels that take longer would make everything else slower, by what they leave in the caches of the CPU. "Python"
 is what is left of the step, without the replaced functions: Dynamo's guards, AOTAutograd's wrappers, autograd, and
-fp8pass. Ratios are to Inductor compiled layer by layer. "in fp8pass" is the part within `CompiledGraph`, without
-AOTAutograd's wrappers: it rolls and collects the state.
+fp8pass. Ratios are to Inductor compiled layer by layer, and to Inductor compiled as a whole, with the same optimizer.
+"in fp8pass" is the part within `CompiledGraph`, without AOTAutograd's wrappers: it rolls and collects the state.
 
 Ways are "inductor", "torchao" (its tensorwise recipe; left out if torchao is not installed) and recipes of fp8pass.
 With ":blocks" each block is compiled by itself, with ":whole" the graph is compiled in one piece
-(`compile_once=False`), with ":monitor" the numerics monitor counts, and with ":train_step" the step is a
-`fp8pass.train_step` with SGD, or the same function with `torch.compile`. Each number is the least of `--repeat`
-repetitions in one process; ways take turns.
+(`compile_once=False`), and with ":monitor" the numerics monitor counts. With ":adamw", ":compiled_adamw", ":train_step"
+and ":train_step_fused" the step has an optimizer, as in compile_time.py. Each number is the least of `--repeat`
+repetitions in a process of each way; ways take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from compile_time import TOKENS, WIDTH, Block
+from compile_time import step_of as with_optimizer
 from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
 
-import fp8pass
 from fp8pass.compiler.compiled_graph import Compilation, CompiledGraph
 
-WAYS = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step")
+WAYS = (
+    *("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor"),
+    *("inductor:adamw", "inductor:compiled_adamw", "delayed:adamw", "delayed:train_step", "delayed:train_step_fused"),
+)
 BASE = "inductor:blocks"
+OPTIMIZED = {
+    "adamw": "inductor:adamw",
+    "compiled_adamw": "inductor:compiled_adamw",
+    "train_step": "inductor:compiled_adamw",
+    "train_step_fused": "inductor:adamw",
+}
+"""{mark of a way with an optimizer: the way to compare it with}."""
+TRAIN_STEPS = ("train_step", "train_step_fused")
 
 
 @dataclass
@@ -110,20 +124,12 @@ def step_of(way: str, layers: int) -> Callable[[], None]:
     elif kind != "inductor":
         fp8 = {"recipe": kind, "min_speedup": 0, "monitor": "monitor" in marks}
         options = {"backend": "fp8pass", "options": {**fp8, **({"compile_once": False} if "whole" in marks else {})}}
-    if "train_step" in marks:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def whole() -> None:
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        compiled: Callable[[], None]
-        compiled = torch.compile(whole) if not options else fp8pass.train_step(recipe=kind, min_speedup=0)(whole)
-        return compiled
     for block in model if "blocks" in marks else ():
         block.compile(**options)
-    run = model if "blocks" in marks else torch.compile(model, **options)
+    how = next((mark for mark in marks if mark in OPTIMIZED), "")
+    run = model if "blocks" in marks or how in TRAIN_STEPS else torch.compile(model, **options)
+    if how:
+        return with_optimizer(run, x, how, kind)
 
     def train() -> None:
         run(x).sum().backward()
@@ -154,6 +160,42 @@ def measure(step: Callable[[], None], steps: int) -> Row:
     return Row((total - GENERATED.seconds) * each, OURS.seconds * each)
 
 
+def work(way: str, layers: int, steps: int) -> None:
+    """Compile a way; then measure it once for each line of standard input, and print the row."""
+    global replays
+    watch()
+    step = step_of(way, layers)
+    for _ in range(6):  # compiles, and passes the first steps, in which slots have no scale
+        step()
+    replays = True
+    print("compiled", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(asdict(measure(step, steps))), flush=True)
+
+
+class Worker:
+    """A process of its own for a way: what one way leaves in torch, such as hooks of optimizers, changes no other."""
+
+    def __init__(self, way: str, layers: int, steps: int) -> None:
+        command = [sys.executable, __file__, "--work", way, "--layers", str(layers), "--steps", str(steps)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._line() == "compiled"
+
+    def row(self) -> Row:
+        """Return what the process measures next."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        return Row(**json.loads(self._line()))
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -161,32 +203,29 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS, help="what to measure (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="steps per repetition (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions (default: %(default)s)")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.work:
+        work(args.work, args.layers[0], args.steps)
+        return
     there = importlib.util.find_spec("torchao") is not None
     ways = [way for way in args.ways if there or not way.startswith("torchao")]
-    watch()
-    print("| layers | way | Python us | against Inductor by layer | per layer us | in fp8pass us |")
-    print("|---:|---|---:|---:|---:|---:|")
-    torch._dynamo.config.recompile_limit = 1 << 16
-    global replays
+    print("| layers | way | Python us | against Inductor by layer | as a whole | per layer us | in fp8pass us |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
     for layers in args.layers:
-        replays = False
-        torch._dynamo.reset()
-        steps = {way: step_of(way, layers) for way in ways}
-        for step in steps.values():
-            for _ in range(6):  # compiles, and passes the first steps, in which slots have no scale
-                step()
-        replays = True
-        REPLAYS.clear()
+        workers = {way: Worker(way, layers, args.steps) for way in ways}
         rows: dict[str, list[Row]] = {way: [] for way in ways}
         for _ in range(args.repeat):
-            for way, step in steps.items():
-                rows[way].append(measure(step, args.steps))
+            for way, worker in workers.items():
+                rows[way].append(worker.row())
+        for worker in workers.values():
+            worker.close()
         least = {way: min(of, key=lambda row: row.python) for way, of in rows.items()}
         base = least.get(BASE)
         for way, row in least.items():
-            ratio = f"{row.python / base.python:.2f}" if base else ""
-            cells = f"{row.python:.0f}", ratio, f"{row.python / layers:.0f}", f"{row.ours:.0f}"
+            whole = least.get(OPTIMIZED.get(way.rpartition(":")[2], "inductor"))
+            ratios = (f"{row.python / other.python:.2f}" if other else "" for other in (base, whole))
+            cells = f"{row.python:.0f}", *ratios, f"{row.python / layers:.0f}", f"{row.ours:.0f}"
             print(f"| {layers} | {way} | {' | '.join(cells)} |", flush=True)
 
 
