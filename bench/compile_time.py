@@ -165,7 +165,7 @@ def start(backend: str, layers: int, device: str) -> Start:
     return Start(seconds, cpu, peak, {name: n for group, name in COUNTERS if (n := counters[group][name])})
 
 
-def step_of(run: nn.Module, x: Tensor, how: str, recipe: str) -> Callable[[], None]:
+def step_of(run: Any, x: Tensor, how: str, recipe: str) -> Callable[[], None]:
     """Return a function that runs one training step; without an optimizer, unless `how` names one."""
     if how in ("", "blocks"):
         return lambda: run(x).sum().backward()

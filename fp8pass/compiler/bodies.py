@@ -59,6 +59,10 @@ class _Compiler(fx.Interpreter):
             self.results[target] = results
         return results
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return an example of a tensor that the graph's module holds, as an update holds moments."""
+        return as_fakes([super().get_attr(target, args, kwargs)])[0]
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Split a state tensor, or get one of its parts."""
         with self.mode:

@@ -121,8 +121,8 @@ know the ops of optimizers."""
 
 
 def __getattr__(name: str) -> Any:
-    """Return `UPDATE` or `TRACED`. Training a plain model needs neither, so their passes are loaded here."""
-    lists = {"UPDATE": _update, "TRACED": _traced}
+    """Return `UPDATE`, `UPDATE_LAST` or `TRACED`, whose passes are loaded here: training a plain model needs none."""
+    lists = {"UPDATE": _update, "UPDATE_LAST": _update_last, "TRACED": _traced}
     if name in lists:
         return lists[name]()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -150,6 +150,14 @@ def _update() -> tuple[Pass[UpdateContext], ...]:
         RoundBfloat16(),  # likewise
         WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
     )
+
+
+@cache
+def _update_last() -> tuple[Pass[UpdateContext], ...]:
+    """Return `UPDATE_LAST`: the passes over an update's graph after those of `OF_UPDATE_MATMULS`."""
+    from fp8pass.passes.update.outline_strands import OutlineStrands
+
+    return (OutlineStrands(),)
 
 
 @cache

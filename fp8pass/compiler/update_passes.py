@@ -14,11 +14,12 @@ from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Annotation, MatmulChoice, copy_to_edit
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.graph.inputs import examples_of
-from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.pass_base import DynamoContext, Pass
 from fp8pass.options.config import Config
 from fp8pass.recipes import RowwiseScaling
 
 if TYPE_CHECKING:
+    from fp8pass.passes.update.context import UpdateContext
     from fp8pass.weights.update_inputs import UpdateCall
     from fp8pass.weights.update_key import UpdateKey
 
@@ -40,17 +41,26 @@ def annotated_update(
         return Annotation(module, [], [], is_update=True)
     from fp8pass.passes.update.context import UpdateContext
 
+    dump = dump or Dump()
     module = copy_to_edit(module)
-    todo, context = [p for p in order.UPDATE if attempt.runs(p.name)], UpdateContext(config, key=key)
 
     def of_now() -> Sequence[Any]:
         return [*args, *(examples_of(context.inputs, call, args) if call is not None else ())]
 
-    run_all(todo, module.graph, context, dump or Dump(), "dynamo", linter(module), of_now)
-    choices = [] if config.update_matmuls == "off" else _annotated(module, config, attempt, dump or Dump(), of_now)
+    context = UpdateContext(config, key=key, tensors=of_now)
+
+    def run(passes: Sequence[Pass[UpdateContext]]) -> None:
+        todo = [p for p in passes if attempt.runs(p.name)]
+        run_all(todo, module.graph, context, dump, "dynamo", linter(module), of_now)
+
+    run(order.UPDATE)
+    if config.update_matmuls != "off":
+        context.choices = _annotated(module, config, attempt, dump, of_now)
+    if call is not None:  # otherwise the passes are only tried, for no call
+        run(order.UPDATE_LAST)
     module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
-    return Annotation(module, choices, [], inputs=[*context.inputs], is_update=True)
+    return Annotation(module, context.choices, [], inputs=[*context.inputs], is_update=True, bodies=context.bodies)
 
 
 OF_UPDATES = RowwiseScaling(power_of_2=False)

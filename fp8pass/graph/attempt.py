@@ -30,7 +30,7 @@ class Attempt:
     def after(self, place: str, reason: str) -> Attempt:
         """Return the next attempt after a fault in a pass, at FUNCTIONS or at LOWERING."""
         if place == FUNCTIONS:
-            return replace(self, without=self.without | {"find_layers"})
+            return replace(self, without=self.without | {"find_layers", "outline_strands"})
         # False, too, if it failed although it was left out already: to leave it out again would not end
         can_leave_out = place != LOWERING and self.runs(place)
         if self.form == "fp8" and (not can_leave_out or place in NEEDED):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from fp8pass.base import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.random_bits import keys_of as keys_of
-from fp8pass.quant.sharded import Division, amax_over, copy_of, groups_of, on_part, part_of, recorded_over, with_part
+from fp8pass.quant.sharded import Division, amax_over, copy_of, on_part, part_of, recorded_over, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -48,6 +48,19 @@ def in_forward_only(function: Function) -> Function:
     """Mark a function that a repeated forward leaves out, because it has done its work in the first."""
     function.is_in_forward_only = True  # type: ignore[attr-defined]
     return function
+
+
+def writing(*names: str, rows_of: Mapping[str, int] | None = None) -> Callable[[Function], Function]:
+    """Mark a function of an update by the parameters that it writes, in place: tensors, or lists of them.
+
+    rows_of: {parameter of which it reads one entry: along this dimension}; its parameter `index` says which.
+    """
+
+    def marked(function: Function) -> Function:
+        function.writes, function.rows_of = names, rows_of or {}  # type: ignore[attr-defined]
+        return function
+
+    return marked
 
 
 class SlotTensors(NamedTuple):
@@ -771,6 +784,7 @@ def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor,
     return torch.stack([new[indices.index(i)] if i in indices else scales[i] for i in range(len(scales))])
 
 
+@writing("bounds")
 @torch.no_grad()
 def note_overshoot(bounds: Tensor, scales: Tensor, amaxes: list[Tensor], indices: tuple[int, ...]) -> None:
     """Keep in the third row of `bounds` f32[3, n], in place, the most of what a predicted scale made of a new amax.
@@ -782,6 +796,7 @@ def note_overshoot(bounds: Tensor, scales: Tensor, amaxes: list[Tensor], indices
     bounds[2].copy_(torch.where(torch.isfinite(bounds[0]), torch.maximum(bounds[2], share), bounds[2]))
 
 
+@writing("copies", "transposes", rows_of={"scales": 0})
 @torch.no_grad()
 def write_weight(
     scales: Tensor, index: int, parts: list[Tensor], copies: list[Tensor], transposes: list[Tensor]
@@ -801,6 +816,7 @@ def write_weight(
     return functools.reduce(torch.maximum, amaxes)
 
 
+@writing("scales", "copies", "transposes")
 @torch.no_grad()
 def write_weight_by_itself(
     quantizer: ByItself, parts: list[Tensor], scales: Tensor, copies: list[Tensor], transposes: list[Tensor]
@@ -825,6 +841,7 @@ def _store(x_q: Tensor, copies: list[Tensor], transposes: list[Tensor]) -> None:
         transpose.copy_(x_q.t().contiguous())
 
 
+@writing("weight_copy_scales")
 @torch.no_grad()
 def write_weight_copy_scales(weight_copy_scales: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> None:
     """Set the entries of `weight_copy_scales` f32[2, W] for the copies that were written, in place.
@@ -841,6 +858,7 @@ def write_weight_copy_scales(weight_copy_scales: Tensor, scales: Tensor, amaxes:
     weight_copy_scales.copy_(torch.stack([scale_inv, amax]))
 
 
+@writing(rows_of={"moment_scales": 1})
 @torch.no_grad()
 def decode_moment(
     stored_as: moments.Format,
@@ -876,6 +894,7 @@ def next_moment_scales(targets: tuple[float, ...], moment_scales: Tensor, skippe
     return new if skipped is None else torch.where(skipped, now, new)
 
 
+@writing("x_q", "blocks", rows_of={"scales": 0, "keys": 0})
 @torch.no_grad()
 def write_moment(
     stored_as: moments.Format,
@@ -918,18 +937,21 @@ def float32_copy(x: Tensor) -> Tensor:
     return x.float()
 
 
+@writing("into", rows_of={"keys": 0})
 @torch.no_grad()
 def write_rounded(x: Tensor, into: Tensor, keys: Tensor, index: int) -> None:
     """Round `x` f32[...] stochastically into a bfloat16 tensor, in place. keys: see `random_bits.key_at`."""
     into.copy_(with_part(into, random_bits.round_to_bfloat16(part_of(x), random_bits.key_at(keys, index))))
 
 
+@writing("updates")
 @torch.no_grad()
 def count_update(updates: Tensor) -> None:
     """Add 1 to `updates` i32[1], in place."""
     updates.add_(1)
 
 
+@writing("moment_scales")
 @torch.no_grad()
 def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None:
     """Set `moment_scales` f32[2, n], in place, for moments that were stored with `scales` f32[n]."""
@@ -937,32 +959,41 @@ def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tens
 
 
 @torch.no_grad()
-def any_nonfinite(tensors: list[Tensor]) -> Tensor:
-    """Return whether any of the floating tensors, of any shape, holds a NaN or an infinity: b8[].
+def amax_of_part(x: Tensor) -> Tensor:
+    """Return the amax f32[] of this rank's part of a floating tensor of any shape; 0 if it is empty."""
+    x = part_of(x)
+    if not x.numel():
+        return torch.zeros((), device=x.device)
+    return scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1))
 
-    If tensors are sharded, all ranks return the same.
+
+@torch.no_grad()
+def any_nonfinite(amaxes: list[Tensor], groups: tuple[str, ...] = ()) -> Tensor:
+    """Return whether any of the tensors with these amaxes f32[] holds a NaN or an infinity: b8[].
+
+    groups: of the ranks that have other parts of them; all return the same.
     """
     # `stack` takes tensors of one device: a GPU, if any of them is on one
-    device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
-    parts = [x for x in map(part_of, tensors) if x.numel()]
-    amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in parts]
-    most = torch.stack([a.to(device) for a in amaxes]).amax() if amaxes else torch.zeros((), device=device)
-    groups = dict.fromkeys(group for x in tensors for group in groups_of(x))
-    return scaling.is_finite(amax_over(most, tuple(groups))).logical_not()
+    device = max((x.device for x in amaxes), key=lambda d: d.type != "cpu")
+    most = torch.stack([a.to(device) for a in amaxes]).amax()
+    return scaling.is_finite(amax_over(most, groups)).logical_not()
 
 
+@writing("x")
 @torch.no_grad()
 def restore_where(unchanged: Tensor, x: Tensor, old: Tensor) -> None:
     """Copy `old` back into `x`, in place, if `unchanged` b8[]."""
     x.copy_(with_part(x, torch.where(unchanged, part_of(old), part_of(x))))
 
 
+@writing("amax")
 @torch.no_grad()
 def forget_step(forgets: Tensor, amax: Tensor) -> None:
     """Reset the running amaxes f32[...] of a step, in place, if `forgets` b8[]: nothing will be rolled."""
     amax.copy_(torch.where(forgets, scaling.NOTHING, amax))
 
 
+@writing("counts")
 @torch.no_grad()
 def count_skips(event: Tensor, counts: Tensor) -> None:
     """Count calls, and calls with `event` b8[], in `counts` i64[2], in place."""

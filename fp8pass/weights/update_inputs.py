@@ -34,6 +34,12 @@ class UpdateCall:
     seeds: Tensor | None
     counts: Tensor | None
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the state that the update reads."""
+        tensors = [*(w.scales for w in self.weights[:1]), *(m.stored[0] for m in self.moments[:1]), self.updates]
+        return next(x.device for x in tensors if x is not None)
+
 
 @dataclass(frozen=True)
 class UpdateInput:

@@ -35,10 +35,10 @@ from fp8pass.graph.annotation import CHECKPOINT, FUNCTION
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.options.config import Config
 from fp8pass.passes.common.checkpoint_regions import body_of, graphs_of_call
+from fp8pass.passes.common.equal_structure import storage_of, structure
 from fp8pass.passes.common.function_graphs import FunctionGraphs, function_graphs, graphs_in
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
 from fp8pass.passes.common.transforms import transforms
-from fp8pass.passes.dynamo.equal_structure import storage_of, structure
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 
 SMALLEST = 2

@@ -24,12 +24,11 @@ from torch import fx
 
 from fp8pass.base._torch import enter_autocast, exit_autocast, set_grad_enabled
 from fp8pass.base.node_meta import PIECE
-from fp8pass.graph.annotation import CHECKPOINT, Body, MatmulChoice
+from fp8pass.graph.annotation import Body, MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
-from fp8pass.passes.common.checkpoint_regions import body_of
 from fp8pass.passes.common.divide_state import FIRST_PIECE
-from fp8pass.passes.common.function_graphs import graphs_in
-from fp8pass.passes.dynamo.equal_structure import Structure, structure
+from fp8pass.passes.common.equal_structure import Structure, structure
+from fp8pass.passes.common.outlining import choices_of, input_of, verdict_key
 
 
 class OutlineLayers:
@@ -113,30 +112,9 @@ def match(module: fx.GraphModule, choices: Sequence[MatmulChoice]) -> list[Funct
 def _piece(
     number: int, nodes: list[fx.Node], modes: Modes, module: fx.GraphModule, choices: Sequence[MatmulChoice]
 ) -> FunctionMatch:
-    indices = tuple(_choices_of(module, nodes))
-    verdicts = tuple(_verdict(choices[i]) for i in indices)
+    indices = tuple(choices_of(module, nodes))
+    verdicts = tuple(verdict_key(choices[i]) for i in indices)
     return FunctionMatch(number, nodes, modes, indices, structure(nodes, module, (modes.key(), verdicts)))
-
-
-def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[int]:
-    """Yield the index of each matmul's choice, also in checkpointed regions and Functions."""
-    for node in nodes:
-        custom = node.meta.get("custom") or {}
-        # a quantize has the notes of the tensor that it reads, which another layer may have computed
-        is_quantize = str(getattr(node.target, "__module__", "")).startswith("fp8pass") and "fp8pass_kind" not in custom
-        if "fp8pass" in custom and not is_quantize:
-            yield custom["fp8pass"]
-        if node.target is CHECKPOINT:
-            body = body_of(module, node)
-            yield from _choices_of(body, list(body.graph.nodes))
-        for body in graphs_in(module, [node]):
-            yield from _choices_of(body, list(body.graph.nodes))
-
-
-def _verdict(choice: MatmulChoice) -> Hashable:
-    """Return a key of what passes over the joint graph read of a choice."""
-    declined = tuple(sorted((kind, reject.rule) for kind, reject in choice.declined.items()))
-    return choice.scaling, choice.rule, choice.wanted, declined, choice.fast_accum, choice.prediction
 
 
 def _joined(
@@ -223,7 +201,7 @@ def function_of(piece: FunctionMatch, module: fx.GraphModule, is_shared: bool) -
         return copies[node]
 
     for node in _inputs(piece):
-        copies[node] = _input(graph, node, is_shared)
+        copies[node] = input_of(graph, node, is_shared)
     start, end = piece.modes, piece.modes.after(piece.nodes)
     outside = torch.is_grad_enabled()
     if start.grad_enabled != outside:
@@ -242,17 +220,3 @@ def function_of(piece: FunctionMatch, module: fx.GraphModule, is_shared: bool) -
     # by this attribute AOTAutograd recognizes a graph of Dynamo's, whose inputs have sources (frontend_utils.py)
     function._param_name_to_source = {}  # type: ignore[assignment]
     return function
-
-
-def _input(graph: fx.Graph, node: fx.Node, is_shared: bool) -> fx.Node:
-    """Add an input to a function.
-
-    The sources of a shared function's inputs differ between calls, and so do their addresses: it has none of the marks
-    with which torch relies on them.
-    """
-    new = graph.placeholder(node.name)
-    new.meta = dict(node.meta)
-    new._dynamo_source = None if is_shared else getattr(node, "_dynamo_source", None)
-    if is_shared:
-        new.meta.pop("tensor_dict", None)
-    return new

@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from fp8pass.base.names import Names
 from fp8pass.graph.annotation import SingleProduct
+from fp8pass.passes.common.equal_structure import storage_of
 from fp8pass.passes.common.function_graphs import FunctionGraphs
 from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.patterns import reach
-from fp8pass.passes.dynamo.equal_structure import storage_of
 from fp8pass.passes.dynamo.write_matmuls import name_of
 from fp8pass.recipes import Kind, Role
 

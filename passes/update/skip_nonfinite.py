@@ -1,7 +1,7 @@
 """Restore all tensors that an update writes if one of its gradients holds a NaN or an infinity.
 
 before   exp_avg.lerp_(grad, 0.1); p.addcdiv_(exp_avg, denom)
-after    bad: b8[] = any_nonfinite([grad])
+after    bad: b8[] = any_nonfinite([amax_of_part(grad)])
          p_old, exp_avg_old = p.clone(), exp_avg.clone()
          exp_avg.lerp_(grad, 0.1); p.addcdiv_(exp_avg, denom)
          keep(bad, p, p_old); keep(bad, exp_avg, exp_avg_old)
@@ -24,6 +24,7 @@ from fp8pass.base.names import source_name
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
+from fp8pass.quant.sharded import groups_of
 from fp8pass.weights.update_key import TensorRef
 
 
@@ -74,9 +75,11 @@ def _skip(graph: fx.Graph, counts: fx.Node, written: Sequence[fx.Node], amaxes: 
     written: inputs and `get_attr` nodes at the beginning of the graph. Returns the node that is true if a gradient is
     not finite: b8[].
     """
-    last = max([counts, *written, *amaxes])
-    with graph.inserting_after(last):
-        bad = graph.call_function(ops.any_nonfinite, (gradients(graph),))
+    last, grads = max([counts, *written, *amaxes]), gradients(graph)
+    groups = dict.fromkeys(group for g in grads for group in groups_of(g.meta["example_value"]))
+    with graph.inserting_before(last.next):
+        of_gradients = [graph.call_function(ops.amax_of_part, (g,)) for g in grads]
+        bad = graph.call_function(ops.any_nonfinite, (of_gradients, tuple(groups)))
     with graph.inserting_after(bad):
         old = [graph.call_method("clone", (x,)) for x in written]
     with graph.inserting_before(graph.output_node()):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8pass.base._torch import set_grad_enabled
 from fp8pass.base.names import Names
 from fp8pass.options.config import Config
-from fp8pass.passes.dynamo.equal_structure import frozen
+from fp8pass.passes.common.equal_structure import frozen
 from fp8pass.passes.dynamo.find_layers import Piece, Refusal, check
 from fp8pass.report.report import collect
 from tests.helpers.annotate import annotation

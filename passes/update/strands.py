@@ -1,0 +1,327 @@
+"""Divide the graph of an update into strands: the computations of one parameter, which meet those of others in scalars.
+
+An optimizer treats each parameter by itself: it reads the parameter, its gradient and its moments, and numbers that all
+parameters share, such as a learning rate or the norm of all gradients. A strand has the first, the rest is shared. Each
+node gets a time: strands run at odd times, what they share runs at even ones, so that a norm of all gradients is after
+the strands' sums of squares and before their updates. Only what writes and reads the same memory, or reads a result,
+is ordered.
+
+An op on lists (`_foreach_`) is several elements, one for each tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from fp8pass.base._torch import MODE_CHANGES, HigherOrderOperator, set_grad_enabled
+from fp8pass.passes.common.equal_structure import storage_of
+from fp8pass.passes.common.matmul_calls import mutates
+from fp8pass.quant import ops
+
+SHARED = -1
+"""The owner of what no strand owns."""
+
+
+class Undivided(Exception):
+    """Raised for an update that can't be divided. Its message is the reason."""
+
+
+class Value(NamedTuple):
+    """A tensor of the graph: an input, an attribute, or a result. place: of a result of an op on lists."""
+
+    node: fx.Node
+    place: int = -1
+
+
+@dataclass
+class Element:
+    """A node, or what an op on lists does to one of its tensors. result: what it returns.
+
+    reads, rows, writes: the tensors that it reads whole, those of which it reads one row, with the dimension that rows
+    lie along, and those that it writes. time: see above.
+    """
+
+    result: Value
+    reads: list[Value]
+    rows: dict[Value, int]
+    writes: list[Value]
+    owner: int = SHARED
+    time: int = 0
+    before: list[Element] = field(default_factory=list)
+    """The elements that must run before this one."""
+
+
+class Strands:
+    """The elements of a graph, each with its owner and its time.
+
+    elements: in the graph's order. strands: those of each strand, by its number. end: the last time. Raises Undivided
+    for a graph that can't be divided.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._attributes: dict[str, fx.Node] = {}
+        self._same: dict[Value, Value] = {}
+        """{the result of an op in place: the tensor that it has written}."""
+        self._roots: dict[Value, frozenset[Value]] = {}
+        self._scalars: dict[Value, bool] = {}
+        self.elements = [e for node in graph.nodes for e in self._elements(node)]
+        self._find_owners()
+        self._order()
+        self.strands: dict[int, list[Element]] = {}
+        for e in self.elements:
+            if e.owner != SHARED:
+                self.strands.setdefault(e.owner, []).append(e)
+
+    def value(self, node: fx.Node) -> Value:
+        """Return the tensor that a node stands for; there are several nodes for some."""
+        if node.op == "get_attr":
+            node = self._attributes.setdefault(str(node.target), node)
+        value = Value(node)
+        if node.target is operator.getitem and is_on_lists(source := node.args[0]):
+            value = Value(source, int(node.args[1]))  # type: ignore[arg-type]
+        return self._same.get(value, value)
+
+    # Elements
+
+    def _elements(self, node: fx.Node) -> Iterator[Element]:
+        # an update computes no gradients, wherever it is
+        if node.op in ("placeholder", "get_attr", "output") or node.target is set_grad_enabled:
+            return
+        if (
+            not node.op.startswith("call_")
+            or isinstance(node.target, HigherOrderOperator)
+            or node.target in MODE_CHANGES
+        ):
+            raise Undivided(f"{node} calls {node.target}")
+        if node.target is operator.getitem and is_on_lists(node.args[0]):
+            return
+        if not is_on_lists(node):
+            yield self._element(node, -1)
+            return
+        if any(user.target is not operator.getitem for user in node.users):
+            raise Undivided(f"{node} hands on a list of tensors as a whole")
+        for i in range(len(next(a for a in node.args if isinstance(a, (list, tuple))))):
+            yield self._element(node, i)
+
+    def _element(self, node: fx.Node, index: int) -> Element:
+        args, kwargs = arguments(node, index)
+        named = _by_name(node, args, kwargs)
+        rows_of: dict[str, int] = getattr(node.target, "rows_of", {})
+        rows = {v: dim for name, dim in rows_of.items() for v in self._values(named[name])}
+        written = [v for x in _written(node, args, named) for v in self._values(x)]
+        reads = [v for v in self._values((args, kwargs)) if v not in rows]
+        result = Value(node, index)
+        if written and not hasattr(node.target, "writes"):  # torch's ops in place return what they have written
+            self._same[result] = written[0]
+        elif _is_new(result, reads):
+            self._roots[result] = frozenset({result})
+        else:
+            self._roots[result] = frozenset().union(*map(self.roots, reads))
+        return Element(result, reads, rows, written)
+
+    def _values(self, arguments: Any) -> list[Value]:
+        found = list[Value]()
+        fx.map_arg(arguments, lambda node: found.append(self.value(node)))
+        return list(dict.fromkeys(found))
+
+    def is_in_place(self, e: Element) -> bool:
+        """Return whether the result of an element is the tensor that it has written."""
+        return e.result in self._same
+
+    def roots(self, value: Value) -> frozenset[Value]:
+        """Return the tensors whose memory a value may be."""
+        return self._roots.get(value, frozenset({value}))
+
+    # Owners
+
+    def _find_owners(self) -> None:
+        groups = _Groups()
+        for e in self.elements:
+            large = [v for v in (*e.reads, e.result) if not self._is_scalar(v) and not _is_vector(v)]
+            groups.join([self._same.get(v, v) for v in large])
+        # a strand has a tensor of Dynamo's; others, such as the amaxes of a state, are shared
+        numbers: dict[Value, int] = {}
+        for e in self.elements:
+            for v in (*e.reads, *e.writes):
+                if _is_of_dynamo(v) and not self._is_scalar(v):
+                    numbers.setdefault(groups.first(v), len(numbers))
+        reached: dict[Value, set[int]] = {}
+        for e in self.elements:
+            at = next((groups.first(v) for v in e.reads if not self._is_scalar(v) and not _is_vector(v)), None)
+            if at in numbers:
+                e.owner = numbers[at]
+                for v in e.reads:
+                    if self._is_scalar(v):
+                        reached.setdefault(v, set()).add(e.owner)
+        # a number that a single strand reads, such as the step of Adam, belongs to it
+        for e in reversed(self.elements):
+            if e.owner != SHARED or e.rows:
+                continue
+            result = self._same.get(e.result, e.result)
+            into = set().union(*(reached.get(v, set()) for v in (result, *e.writes)))
+            scalar = all(map(self._is_scalar, e.reads)) and not _takes_a_list(e.result.node)
+            for v in e.reads:
+                reached.setdefault(v, set()).update(into if scalar else {SHARED})
+        owners = {v: next(iter(to)) for v, to in reached.items() if len(to) == 1 and SHARED not in to}
+        for e in self.elements:
+            if e.owner == SHARED and not e.rows and not _takes_a_list(e.result.node):
+                # what nobody reads, such as a copy to restore, belongs to what it writes or reads
+                for values in ([self._same.get(e.result, e.result)], e.writes, e.reads):
+                    of = {owners[v] for v in values if v in owners}
+                    if len(of) == 1 and all(map(self._is_scalar, e.reads)):
+                        e.owner = owners[e.result] = of.pop()
+                        break
+
+    def _is_scalar(self, value: Value) -> bool:
+        if value not in self._scalars:
+            self._scalars[value] = self._has_no_dimension(value)
+        return self._scalars[value]
+
+    def _has_no_dimension(self, value: Value) -> bool:
+        if value.node.target in _SCALARS:
+            return True
+        example = example_of(value)
+        if isinstance(example, Tensor):
+            return example.dim() == 0
+        if value.node.op in ("placeholder", "get_attr"):
+            return not isinstance(example, Tensor) and example is not None
+        if value.node.target in _VECTORS or value.node.target is ops.decode_moment:
+            return False
+        reads = self._values(arguments(value.node, value.place))
+        return all(map(self._is_scalar, reads))
+
+    # Times
+
+    def _order(self) -> None:
+        made: dict[Value, Element] = {}
+        writers: dict[Value, Element] = {}
+        readers: dict[Value, list[Element]] = {}
+        for e in self.elements:
+            before = [made[v] for v in (*e.reads, *e.rows) if v in made]
+            read = {root for v in (*e.reads, *e.rows) for root in self.roots(v)}
+            written = {root for v in e.writes for root in self.roots(v)}
+            before += [writers[root] for root in (*read, *written) if root in writers]
+            before += [reader for root in written for reader in readers.get(root, ()) if reader is not e]
+            e.before = list({id(b): b for b in before}.values())
+            for root in written:
+                writers[root], readers[root] = e, []
+            for root in read - written:
+                readers.setdefault(root, []).append(e)
+            made[e.result] = e
+        for e in self.elements:
+            e.time = max((b.time + _apart(b, e) for b in e.before), default=int(e.owner != SHARED))
+        last = max((e.time for e in self.elements if e.owner != SHARED), default=1)
+        # as late as possible: what one parameter computes before and after a norm runs after it, in one kernel
+        latest = {id(e): last + (e.owner == SHARED) for e in self.elements}
+        for e in reversed(self.elements):
+            e.time = latest[id(e)]
+            for b in e.before:
+                latest[id(b)] = min(latest[id(b)], e.time - _apart(b, e))
+        self.end = last + 1
+
+
+def _apart(before: Element, after: Element) -> int:
+    """Return how many times lie between two elements of which one runs before the other."""
+    if before.owner == after.owner:
+        return 0
+    return 1 if SHARED in (before.owner, after.owner) else 2
+
+
+class _Groups:
+    """Values in groups, which grow together."""
+
+    def __init__(self) -> None:
+        self._next: dict[Value, Value] = {}
+
+    def first(self, value: Value) -> Value:
+        while (after := self._next.get(value, value)) != value:
+            self._next[value] = value = self._next.get(after, after)
+        return value
+
+    def join(self, values: Sequence[Value]) -> None:
+        for value in values[1:]:
+            self._next[self.first(value)] = self.first(values[0])
+
+
+def is_on_lists(node: Any) -> bool:
+    """Return whether a node is an op on lists of tensors, which treats each by itself."""
+    name = getattr(node.target, "__name__", "") if isinstance(node, fx.Node) and node.op == "call_function" else ""
+    return name.startswith("_foreach_")
+
+
+def arguments(node: fx.Node, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a node; for an op on lists, those for one tensor."""
+    if not is_on_lists(node):
+        return node.args, dict(node.kwargs)
+
+    def one(a: Any) -> Any:
+        return a[index] if isinstance(a, (list, tuple)) else a
+
+    return tuple(map(one, node.args)), {name: one(a) for name, a in node.kwargs.items()}
+
+
+def example_of(value: Value) -> Any:
+    """Return Dynamo's example of a value; None for a result of what a pass has added."""
+    example = value.node.meta.get("example_value")
+    return example[value.place] if isinstance(example, (list, tuple)) and value.place >= 0 else example
+
+
+def _by_name(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by the names of their parameters, for one of our ops; {} for others."""
+    if not hasattr(node.target, "writes"):
+        return {}
+    bound = inspect.signature(node.target).bind(*args, **kwargs)  # type: ignore[arg-type]
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _written(node: fx.Node, args: Sequence[Any], named: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an element writes."""
+    if hasattr(node.target, "writes"):
+        return [named[name] for name in node.target.writes]
+    if not mutates(node):
+        return []
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    into_first = name.endswith("_") or getattr(node.target, "__module__", "") == "_operator"  # such as `iadd`
+    if not into_first or node.kwargs.get("out") is not None:
+        raise Undivided(f"{node} writes into a tensor, and {name} does not say into which")
+    return [args[0]]
+
+
+def _is_new(result: Value, reads: Sequence[Value]) -> bool:
+    """Return whether a result has memory of its own."""
+    if is_on_lists(result.node) or result.node.target == "clone" or _is_ours(result.node):
+        return True
+    example = example_of(result)
+    known = [storage_of(example_of(v)) for v in reads]
+    return storage_of(example) is not None and storage_of(example) not in known and None not in known
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return str(getattr(node.target, "__module__", "")).startswith("fp8pass")
+
+
+_SCALARS = {ops.write_weight, ops.write_moment, ops.amax_of_part, ops.any_nonfinite}
+_VECTORS = {ops.next_scales, ops.amaxes_of_ranks, ops.predicted_scales, ops.scales_or_one, ops.keys_of}
+_VECTORS |= {ops.next_moment_scales}
+
+
+def _is_vector(value: Value) -> bool:
+    """Return whether a value has an entry for each of several parameters."""
+    return value.node.target in _VECTORS
+
+
+def _is_of_dynamo(value: Value) -> bool:
+    is_input = value.node.op in ("placeholder", "get_attr")
+    return is_input and isinstance(example_of(value), Tensor)
+
+
+def _takes_a_list(node: fx.Node) -> bool:
+    lists = (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (list, tuple)))
+    return not is_on_lists(node) and any(isinstance(x, fx.Node) for a in lists for x in a)

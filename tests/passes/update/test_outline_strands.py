@@ -1,0 +1,120 @@
+"""Updates whose equal parameters are compiled once: the functions, and the bits of updates that are compiled whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass.compiler import update_compiler
+from fp8pass.graph.annotation import Annotation
+from fp8pass.passes.update import outline_strands
+from tests.helpers.optimizers import Lion
+from tests.helpers.train_step import batch, everything
+
+LAYERS = 2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def model_of(layers: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), *(Layer() for _ in range(layers)), nn.LayerNorm(64)).to(dtype)
+
+
+@pytest.fixture
+def annotations(monkeypatch: pytest.MonkeyPatch) -> list[Annotation]:
+    """Compile equal parameters once, however few there are; collect the annotations of the updates."""
+    monkeypatch.setattr(outline_strands, "FUNCTIONS_COST", 0.0)
+    made: list[Annotation] = []
+    lower: Any = update_compiler.lower
+
+    def noting(annotation: Annotation, *args: Any) -> Any:
+        made.append(annotation)
+        return lower(annotation, *args)
+
+    monkeypatch.setattr(update_compiler, "lower", noting)
+    return made
+
+
+def trained(
+    make: Callable[..., torch.optim.Optimizer], layers: int = LAYERS, clips: bool = False, **config: Any
+) -> dict[str, Tensor]:
+    """Train for some steps, of which one overflows if it may be skipped; return all that has changed."""
+    torch._dynamo.reset()
+    model = model_of(layers, torch.bfloat16 if "update_rounding" in config else torch.float32)
+    optimizer = make(model.parameters())
+
+    @fp8pass.train_step(**{"recipe": "delayed", "min_speedup": 0, "lowering": "eager", **config})
+    def step(x: Tensor, by: float) -> None:
+        (model(x).square().mean() * by).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for i in range(4):
+        overflows = i == 2 and config.get("skip_nonfinite")
+        step(batch(i, 16, 32).to(next(model.parameters()).dtype), math.inf if overflows else 1.0)
+    return everything(model, optimizer)
+
+
+ADAMW: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, foreach=True)  # noqa: E731
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": ADAMW,
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2, foreach=True),
+    "Lion": lambda p: Lion(p, lr=1e-3),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "clip": {"clips": True, "weight_cache": "fp8"},
+    "fp8 moments, skip": {"optimizer_state": "fp8", "skip_nonfinite": True},
+    "moments in blocks": {"optimizer_state": fp8pass.Moments(block=256, expand=True)},
+    "moments in 16 bits": {"optimizer_state": "fp8+float16"},
+    "stochastic, fp8 moments, skip": {
+        "update_rounding": "stochastic",
+        "optimizer_state": "fp8",
+        "skip_nonfinite": True,
+    },
+    "stochastic": {"update_rounding": "stochastic"},
+    "predicted": {"weight_amax": "predicted"},
+    "no copies": {"weight_cache": "off"},
+    "dynamic": {"recipe": "dynamic"},
+    "rowwise": {"recipe": "rowwise"},
+}
+
+
+def check_equal(annotations: list[Annotation], make: Any, **config: Any) -> None:
+    once = trained(make, **config)
+    assert any(len(body.layers) > 1 for a in annotations for body in a.bodies.values()), "nothing was compiled once"
+    annotations.clear()
+    whole = trained(make, compile_once=False, **config)
+    assert not any(a.bodies for a in annotations)
+    assert once.keys() == whole.keys()
+    assert [name for name in once if not torch.equal(once[name], whole[name])] == []
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_optimizers(annotations: list[Annotation], name: str) -> None:
+    check_equal(annotations, OPTIMIZERS[name])
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_of_options(annotations: list[Annotation], name: str) -> None:
+    check_equal(annotations, ADAMW, **CONFIGS[name])
