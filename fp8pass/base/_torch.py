@@ -283,6 +283,21 @@ def leave_op_by_op(is_left: Callable[[CodeType], bool]) -> None:
     ConvertFrame.__call__ = compile_or_leave  # type: ignore[method-assign]
 
 
+def leave_steps_op_by_op(is_left: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """Run the steps of optimizers for which `is_left` is true op by op, with all that they call, from now on."""
+    compile_frame = ConvertFrame.__call__
+    step: Any = torch.optim.Optimizer.profile_hook_step(len)  # all steps are wrapped in functions of this code
+
+    def compile_or_leave(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code is step.__code__ and is_left(frame.f_locals["args"][0]):
+            return ConvertFrameReturn(
+                frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False
+            )
+        return compile_frame(self, frame, *args, **kwargs)
+
+    ConvertFrame.__call__ = compile_or_leave  # type: ignore[method-assign]
+
+
 def context_of(code: CodeType) -> dict[str, Any]:
     """Return Dynamo's dict for a function's code, which lives as long as Dynamo knows the code."""
     context: dict[str, Any] = code_context.get_context(code)

@@ -50,14 +50,17 @@ def in_forward_only(function: Function) -> Function:
     return function
 
 
-def writing(*names: str, rows_of: Mapping[str, int] | None = None) -> Callable[[Function], Function]:
+def writing(
+    *names: str, rows_of: Mapping[str, int] | None = None, by_row: bool = False
+) -> Callable[[Function], Function]:
     """Mark a function of an update by the parameters that it writes, in place: tensors, or lists of them.
 
-    rows_of: {parameter of which it reads one entry: along this dimension}; its parameter `index` says which.
+    rows_of: {parameter of which it reads one row: along this dimension}; its parameter `index` says which. by_row: True
+    if it treats each row by itself, with the element of its lists that has the row's number; None for none.
     """
 
     def marked(function: Function) -> Function:
-        function.writes, function.rows_of = names, rows_of or {}  # type: ignore[attr-defined]
+        function.writes, function.rows_of, function.by_row = names, rows_of or {}, by_row  # type: ignore[attr-defined]
         return function
 
     return marked
@@ -777,22 +780,31 @@ def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor,
     weight_copy_scales: f32[2, W], whose second row has the amaxes before the update. bounds: f32[3, n], for each index
     the fields of `weight_bounds.Bound`; infinite ones keep the scale. The scale is `fp8_max / (grows * amax + moves)`.
     """
-    # selects, not an index tensor, which would have to be copied to the GPU
-    amax = torch.stack([weight_copy_scales[1, i] for i in indices])
-    kept = torch.stack([scales[i] for i in indices])
-    new = scaling.scale_from_amax(bounds[0] * amax + bounds[1], scaling.fp8_max(scaling.E4M3), kept)
+    new = scaling.scale_from_amax(
+        bounds[0] * _entries(weight_copy_scales[1], indices) + bounds[1],
+        scaling.fp8_max(scaling.E4M3),
+        _entries(scales, indices),
+    )
+    if len(indices) == len(scales):
+        return new
     return torch.stack([new[indices.index(i)] if i in indices else scales[i] for i in range(len(scales))])
+
+
+def _entries(x: Tensor, indices: tuple[int, ...]) -> Tensor:
+    """Return the entries of `x` at some indices, which go up."""
+    # selects, not an index tensor, which would have to be copied to the GPU
+    return x if len(indices) == len(x) else torch.stack([x[i] for i in indices])
 
 
 @writing("bounds")
 @torch.no_grad()
-def note_overshoot(bounds: Tensor, scales: Tensor, amaxes: list[Tensor], indices: tuple[int, ...]) -> None:
+def note_overshoot(bounds: Tensor, scales: Tensor, weight_copy_scales: Tensor, indices: tuple[int, ...]) -> None:
     """Keep in the third row of `bounds` f32[3, n], in place, the most of what a predicted scale made of a new amax.
 
     It is a part of `fp8_max`: more than 1 if the weight became larger than predicted, so that it saturated.
+    weight_copy_scales: f32[2, W], whose second row has the new amaxes.
     """
-    scale = torch.stack([scales[i] for i in indices])
-    share = torch.stack([amaxes[i] for i in indices]) * scale / scaling.fp8_max(scaling.E4M3)
+    share = _entries(weight_copy_scales[1], indices) * _entries(scales, indices) / scaling.fp8_max(scaling.E4M3)
     bounds[2].copy_(torch.where(torch.isfinite(bounds[0]), torch.maximum(bounds[2], share), bounds[2]))
 
 
@@ -841,7 +853,7 @@ def _store(x_q: Tensor, copies: list[Tensor], transposes: list[Tensor]) -> None:
         transpose.copy_(x_q.t().contiguous())
 
 
-@writing("weight_copy_scales")
+@writing("weight_copy_scales", rows_of={"weight_copy_scales": 1, "scales": 0}, by_row=True)
 @torch.no_grad()
 def write_weight_copy_scales(weight_copy_scales: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> None:
     """Set the entries of `weight_copy_scales` f32[2, W] for the copies that were written, in place.
@@ -951,7 +963,7 @@ def count_update(updates: Tensor) -> None:
     updates.add_(1)
 
 
-@writing("moment_scales")
+@writing("moment_scales", rows_of={"moment_scales": 1, "scales": 0}, by_row=True)
 @torch.no_grad()
 def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None:
     """Set `moment_scales` f32[2, n], in place, for moments that were stored with `scales` f32[n]."""

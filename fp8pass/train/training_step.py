@@ -44,6 +44,7 @@ from fp8pass.states.model_state import goes_along, state
 from fp8pass.states.steps import accumulate
 from fp8pass.train.dtensors import dtensors_op_by_op
 from fp8pass.train.early_updates import EarlyUpdates
+from fp8pass.train.write_copies import CopyWriter, note_fused
 from fp8pass.weights.parameter_bytes import ParameterBytes, parameter_bytes
 from fp8pass.weights.update_count import count_updates
 from fp8pass.weights.update_graph import UpdateGraph
@@ -93,6 +94,7 @@ class TrainStep:
         self._function = function
         backend = configured(lambda: config)(_held_weakly(self._compile))
         self._compiled = torch.compile(function, backend=backend)
+        self._copies = CopyWriter(config)
         self._early: EarlyUpdates | None = None
         if config.update_in_backward:
             _check_early(config)
@@ -142,6 +144,9 @@ class TrainStep:
             late = [fault for fault in gone_on_after[faults:] if fault not in self._collected.faults]
             self._collected.add(Report(faults=late))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
+        with collect() as report:
+            self._copies.write(parameters)
+        self._collected.add(report)
         end_step(parameters)
         write_shards(parameters)
         self._store_moments(optimizers)
@@ -187,8 +192,7 @@ class TrainStep:
                 changed = {tuple(map(id, w.parts)) for w in again}
                 report.notes.append(
                     f"{len(changed)} weights were quantized again by separate kernels, up to {times} times, because "
-                    "something other than a compiled update had changed them: an optimizer that runs eagerly "
-                    "(because of fused=True? use foreach=True), a state that was loaded, an edit"
+                    "something other than an optimizer had changed them: a state that was loaded, an edit"
                 )
         if self.config.weight_amax == "predicted":
             report.notes.append(self._note_of_predictions(weights))
@@ -295,6 +299,7 @@ class TrainStep:
         trained = _owners(models, optimizers) or models
         _check_divided(trained, self.config)
         check_models(self.config, models, scope_of(self._function, args, kwargs), where)
+        note_fused(optimizers)
         parameters = [p for model in trained for p in model.parameters()]
         # in-place ops change the version, `p.data = x` only the address
         before = [(p._version, p.data_ptr()) for p in parameters]

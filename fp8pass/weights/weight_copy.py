@@ -37,7 +37,7 @@ class WeightCopy(ABC):
         self.x_t: Tensor | None = None
         self.copies: list[Tensor] = []
         self.transposes: list[Tensor] = []
-        self._was_written = False
+        self.was_written = False
         """True if a compiled update has written the copy since the last call of `end_step`."""
         self.requantized = 0
         """Number of calls of `requantize`, which quantizes the weight outside of compiled updates."""
@@ -134,13 +134,13 @@ class WeightCopy(ABC):
     def written(self) -> None:
         """Note that a compiled update has written the copy."""
         self._made()
-        self._was_written = True
+        self.was_written = True
 
     def end_step(self) -> None:
         """End a training step: invalidate the copy unless the compiled update rewrote it."""
-        if not self._was_written:
+        if not self.was_written:
             self.invalidate()
-        self._was_written = False
+        self.was_written = False
 
     def invalidate(self) -> None:
         """Mark the copy as stale: `requantize` runs before its next use."""
@@ -271,14 +271,14 @@ class DelayedWeight(WeightCopy):
         with torch.inference_mode(False), torch.no_grad():
             parts = [part_of(p).detach() for p in self.parts]
             # the graph that begins a step rolls histories when it runs, after this, and has the next scales
-            scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
+            slot, only = state.table.n_forward + self.index, slice(self.index, self.index + 1)
+            scale = ops.next_scales(recipe, slot, t.scale, t.amax_history, t.amax_weights[only])
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
             groups = dict.fromkeys(group for p in self.parts for group in groups_of(p))
             scale_now = scale_of(recipe, amax_over(amax, tuple(groups)), scaling.fp8_max(scaling.E4M3))
-            scales = torch.where((scales == 0) | self.is_predicted, scale_now, scales)
-            ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
-            amaxes = [amax if i == self.index else None for i in range(len(scales))]
-            ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)
+            scale = torch.where((scale == 0) | self.is_predicted, scale_now, scale)
+            ops.write_weight(scale, 0, parts, self.copies, self.transposes)
+            ops.write_weight_copy_scales(t.weight_copy_scales[:, only], scale, [amax])
         if self.is_of_now():  # the weight is as it was: no update ran that could have written the copy
             self.expected += 1
         else:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import ChainMap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from fp8pass.graph.annotation import Body
 from fp8pass.passes.common.equal_structure import frozen
 from fp8pass.passes.common.outlining import choices_of, input_of, verdict_key
 from fp8pass.passes.update.context import UpdateContext
-from fp8pass.passes.update.strands import SHARED, Element, Strands, Undivided, Value, arguments, is_on_lists
+from fp8pass.passes.update.strands import SHARED, Element, Strands, Undivided, Value, arguments, is_by_row, is_on_lists
 from fp8pass.quant.sharded import part_of
 from fp8pass.weights.update_inputs import UpdateCall
 
@@ -70,14 +71,19 @@ def calls_for(counts: Sequence[int]) -> int:
 class _Call:
     """A call of a function. elements: what it runs, strand by strand.
 
-    reads: the values that it reads whole and does not make. vectors: {value of which it reads rows: their numbers, for
-    each element that reads any row}. results: the values that it makes for others.
+    reads: the values that it reads whole and does not make. rows: the numbers of the rows that it selects of vectors,
+    for an op that has an element for each row, and for all others together (None). results: what it makes for others.
     """
 
     elements: list[Element]
     reads: list[Value]
-    vectors: dict[Value, tuple[int, ...]]
+    rows: dict[tuple[Value, fx.Node | None], tuple[int, ...]]
     results: list[Value]
+
+    @property
+    def vectors(self) -> list[Value]:
+        """The values of which it reads rows."""
+        return list(dict.fromkeys(v for v, _ in self.rows))
 
 
 class _Outliner:
@@ -138,13 +144,21 @@ class _Outliner:
     def _call_of(self, elements: list[Element]) -> _Call:
         own = {e.result for e in elements}
         reads = dict.fromkeys(v for e in elements for v in e.reads if v not in own)
-        rows = [e for e in elements if e.rows]
-        vectors = {v: tuple(_row(e) if v in e.rows else 0 for e in rows) for e in rows for v in e.rows}
+        by_node: dict[fx.Node | None, list[Element]] = {}
+        for e in elements:
+            if e.rows:
+                by_node.setdefault(_group(e), []).append(e)
+        rows = {
+            (v, node): tuple(_row(e) if v in e.rows else 0 for e in of_node)
+            for node, of_node in by_node.items()
+            for e in of_node
+            for v in e.rows
+        }
         here = {(e.owner, e.time) for e in elements}
         results = [e.result for e in elements if self._is_read_outside(e, here)]
         if any(self.strands.roots(v) != {v} for v in results):
             raise Undivided("an op reads a view that is made elsewhere")
-        return _Call(elements, list(reads), vectors, results)
+        return _Call(elements, list(reads), rows, results)
 
     def _is_read_outside(self, e: Element, here: set[tuple[int, int]]) -> bool:
         return not self.strands.is_in_place(e) and (
@@ -161,7 +175,8 @@ class _Outliner:
         arguments = [*call.reads, *call.vectors]
         storages: dict[Any, int] = {}
         memory = [storages.setdefault(_storage(self.examples.get(v.node), v), i) for i, v in enumerate(arguments)]
-        return str((reads, memory, [positions[v] for v in call.results], len(call.vectors)))
+        rows = [(arguments.index(v), node is None, len(numbers)) for (v, node), numbers in call.rows.items()]
+        return str((reads, memory, [positions[v] for v in call.results], rows))
 
     # Rewrite
 
@@ -183,7 +198,7 @@ class _Outliner:
             setattr(self.module, name, _function_of(self.strands, calls[0], is_shared, self.module))
             bodies[name] = Body([title] * len(calls), [self._choices(call) for call in calls])
             for call in calls:
-                rows = [self._rows(numbers) for numbers in call.vectors.values()] if is_shared else []
+                rows = [self._rows(numbers) for numbers in call.rows.values()]
                 with self.graph.inserting_before(output):
                     args = [made.get(v, v.node) for v in (*call.reads, *call.vectors)]
                     new = self.graph.call_module(name, (*args, *rows))
@@ -216,31 +231,38 @@ def _function_of(strands: Strands, call: _Call, is_shared: bool, module: fx.Grap
     """Return the graph of a function, which is that of its first call. is_shared: True if there are others."""
     graph = fx.Graph()
     of = {v: _input(graph, v.node, is_shared) for v in (*call.reads, *call.vectors)}
-    if is_shared:
-        numbers = {v: _new_input(graph, f"rows_{i}") for i, v in enumerate(call.vectors)}
-        dims = {v: dim for e in call.elements for v, dim in e.rows.items()}
-        for v, dim in dims.items():
-            of[v] = graph.call_function(torch.index_select, (of[v], dim, numbers[v]))
-    place = {id(e): i for i, e in enumerate(e for e in call.elements if e.rows)}
+    numbers = {key: _new_input(graph, f"rows_{i}") for i, key in enumerate(call.rows)}
+    dims = {v: dim for e in call.elements for v, dim in e.rows.items()}
+    rows = {(v, n): graph.call_function(torch.index_select, (of[v], dims[v], numbers[v, n])) for v, n in call.rows}
+    place = {id(e): i for i, e in enumerate(e for e in call.elements if e.rows and _group(e) is None)}
     by_node: dict[fx.Node, list[Element]] = {}
     for e in call.elements:
         by_node.setdefault(e.result.node, []).append(e)
     for node in sorted(by_node):
         elements = by_node[node]
+        group = _group(elements[0])
         args, kwargs = _arguments_of(node, elements)
-        if elements[0].rows and is_shared:
+        if elements[0].rows and group is None:
             args = tuple(place[id(elements[0])] if i == _index_place(node) else a for i, a in enumerate(args))
-        args, kwargs = fx.map_arg((args, kwargs), lambda n: of[strands.value(n)])
+        here = ChainMap({v: rows[v, group] for v in elements[0].rows}, of)
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: here[strands.value(n)])  # noqa: B023
         new = graph.create_node(node.op, node.target, args, kwargs)
         new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+        for v in elements[0].writes if group is not None else ():
+            graph.call_method("index_copy_", (of[v], dims[v], numbers[v, group], rows[v, group]))
         for i, e in enumerate(elements):
-            if not strands.is_in_place(e):
+            if not strands.is_in_place(e) and group is None:
                 of[e.result] = graph.call_function(operator.getitem, (new, i)) if is_on_lists(node) else new
     graph.output(tuple(of[v] for v in call.results))
     function = fx.GraphModule(torch.nn.Module(), graph)
     function.meta = dict(module.meta)
     function._param_name_to_source = {}  # type: ignore[assignment]  # see `outline_layers.function_of`
     return function
+
+
+def _group(e: Element) -> fx.Node | None:
+    """Return the op that an element is one row of; None for an op that reads one row, or none."""
+    return e.result.node if is_by_row(e.result.node) else None
 
 
 def _arguments_of(node: fx.Node, elements: Sequence[Element]) -> tuple[Any, Any]:
@@ -267,6 +289,8 @@ def _new_input(graph: fx.Graph, name: str) -> fx.Node:
 
 def _row(e: Element) -> int:
     """Return the number of the row that an element reads."""
+    if is_by_row(e.result.node):
+        return e.result.place
     place = _index_place(e.result.node)
     row = e.result.node.args[place] if place < len(e.result.node.args) else e.result.node.kwargs["index"]
     assert isinstance(row, int)
@@ -275,7 +299,7 @@ def _row(e: Element) -> int:
 
 def _index_place(node: fx.Node) -> int:
     """Return the position of the argument `index` of an op that reads one row; -1 for other ops."""
-    if not getattr(node.target, "rows_of", {}):
+    if not getattr(node.target, "rows_of", {}) or is_by_row(node):
         return -1
     return list(inspect.signature(node.target).parameters).index("index")  # type: ignore[arg-type]
 

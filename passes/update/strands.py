@@ -106,8 +106,9 @@ class Strands:
             return
         if any(user.target is not operator.getitem for user in node.users):
             raise Undivided(f"{node} hands on a list of tensors as a whole")
-        for i in range(len(next(a for a in node.args if isinstance(a, (list, tuple))))):
-            yield self._element(node, i)
+        for i, item in enumerate(next(a for a in node.args if isinstance(a, (list, tuple)))):
+            if item is not None:
+                yield self._element(node, i)
 
     def _element(self, node: fx.Node, index: int) -> Element:
         args, kwargs = arguments(node, index)
@@ -164,12 +165,17 @@ class Strands:
             if e.owner != SHARED or e.rows:
                 continue
             result = self._same.get(e.result, e.result)
-            into = set().union(*(reached.get(v, set()) for v in (result, *e.writes)))
+            into: set[int] = set().union(*(reached.get(v, set()) for v in (result, *e.writes)))
             scalar = all(map(self._is_scalar, e.reads)) and not _takes_a_list(e.result.node)
             for v in e.reads:
                 reached.setdefault(v, set()).update(into if scalar else {SHARED})
         owners = {v: next(iter(to)) for v, to in reached.items() if len(to) == 1 and SHARED not in to}
+        makers = {e.result: e for e in self.elements}
         for e in self.elements:
+            if is_by_row(e.result.node):
+                of = {makers[v].owner for v in e.reads if v in makers}
+                e.owner = of.pop() if len(of) == 1 else SHARED
+                continue
             if e.owner == SHARED and not e.rows and not _takes_a_list(e.result.node):
                 # what nobody reads, such as a copy to restore, belongs to what it writes or reads
                 for values in ([self._same.get(e.result, e.result)], e.writes, e.reads):
@@ -202,10 +208,20 @@ class Strands:
         made: dict[Value, Element] = {}
         writers: dict[Value, Element] = {}
         readers: dict[Value, list[Element]] = {}
+        of_rows: dict[Value, list[Element]] = {}
         for e in self.elements:
             before = [made[v] for v in (*e.reads, *e.rows) if v in made]
             read = {root for v in (*e.reads, *e.rows) for root in self.roots(v)}
             written = {root for v in e.writes for root in self.roots(v)}
+            if is_by_row(e.result.node):  # each has its own row: they need no order
+                before += [writers[root] for root in written if root in writers]
+                before += [reader for root in written for reader in readers.get(root, ())]
+                before += [row for root in written for row in of_rows.get(root, ()) if row.result.node != e.result.node]
+                e.before = list({id(b): b for b in before}.values())
+                for root in written:
+                    of_rows.setdefault(root, []).append(e)
+                continue
+            before += [row for root in (*read, *written) for row in of_rows.get(root, ())]
             before += [writers[root] for root in (*read, *written) if root in writers]
             before += [reader for root in written for reader in readers.get(root, ()) if reader is not e]
             e.before = list({id(b): b for b in before}.values())
@@ -251,8 +267,14 @@ class _Groups:
 
 def is_on_lists(node: Any) -> bool:
     """Return whether a node is an op on lists of tensors, which treats each by itself."""
-    name = getattr(node.target, "__name__", "") if isinstance(node, fx.Node) and node.op == "call_function" else ""
-    return name.startswith("_foreach_")
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    return is_by_row(node) or getattr(node.target, "__name__", "").startswith("_foreach_")
+
+
+def is_by_row(node: fx.Node) -> bool:
+    """Return whether a node is an op on lists that has an element for each row of vectors."""
+    return getattr(node.target, "by_row", False)
 
 
 def arguments(node: fx.Node, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

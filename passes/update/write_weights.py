@@ -78,7 +78,8 @@ def _write(graph: fx.Graph, context: UpdateContext) -> None:
                     amaxes[w.index] = graph.call_function(ops.write_weight, (scales, w.index, *of_write))
             graph.call_function(ops.write_weight_copy_scales, (of_slots["weight_copy_scales"], scales, amaxes))
             if predicted:
-                graph.call_function(ops.note_overshoot, (*bounds, scales, amaxes, predicted))
+                of_bounds: Any = (*bounds, scales, of_slots["weight_copy_scales"], predicted)
+                graph.call_function(ops.note_overshoot, of_bounds)
         for w, (parts, *rest) in to_write:
             if w.by_itself is not None:
                 of_itself: Any = (w.by_itself, parts, *rest)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.compiler import update_compiler
+from fp8pass.compiler.lower import lower
 from fp8pass.graph.annotation import Annotation
 from fp8pass.passes.update import outline_strands
 from tests.helpers.optimizers import Lion
@@ -36,18 +36,17 @@ def model_of(layers: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 @pytest.fixture
-def annotations(monkeypatch: pytest.MonkeyPatch) -> list[Annotation]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Annotation]:
     """Compile equal parameters once, however few there are; collect the annotations of the updates."""
     monkeypatch.setattr(outline_strands, "FUNCTIONS_COST", 0.0)
-    made: list[Annotation] = []
-    lower: Any = update_compiler.lower
+    annotations: list[Annotation] = []
 
     def noting(annotation: Annotation, *args: Any) -> Any:
-        made.append(annotation)
+        annotations.append(annotation)
         return lower(annotation, *args)
 
-    monkeypatch.setattr(update_compiler, "lower", noting)
-    return made
+    monkeypatch.setattr("fp8pass.compiler.update_compiler.lower", noting)
+    return annotations
 
 
 def trained(
@@ -98,23 +97,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_equal(annotations: list[Annotation], make: Any, **config: Any) -> None:
+def check_equal(made: list[Annotation], make: Any, **config: Any) -> None:
     once = trained(make, **config)
-    assert any(len(body.layers) > 1 for a in annotations for body in a.bodies.values()), "nothing was compiled once"
-    annotations.clear()
+    assert any(len(body.layers) > 1 for a in made for body in a.bodies.values()), "nothing was compiled once"
+    made.clear()
     whole = trained(make, compile_once=False, **config)
-    assert not any(a.bodies for a in annotations)
+    assert not any(a.bodies for a in made)
     assert once.keys() == whole.keys()
     assert [name for name in once if not torch.equal(once[name], whole[name])] == []
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bits_of_optimizers(annotations: list[Annotation], name: str) -> None:
-    check_equal(annotations, OPTIMIZERS[name])
+def test_bits_of_optimizers(made: list[Annotation], name: str) -> None:
+    check_equal(made, OPTIMIZERS[name])
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bits_of_options(annotations: list[Annotation], name: str) -> None:
-    check_equal(annotations, ADAMW, **CONFIGS[name])
+def test_bits_of_options(made: list[Annotation], name: str) -> None:
+    check_equal(made, ADAMW, **CONFIGS[name])

@@ -1,0 +1,67 @@
+"""Write the FP8 copies of weights after an optimizer that runs eagerly, all in one call of compiled code.
+
+torch's fused optimizers update all parameters in a few kernels, which torch does not let Dynamo see. So the copies are
+written after them, by an update that changes nothing else: the passes and functions are those of any update.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from fp8pass.base._torch import ConstantSource, FakeTensorMode, TracingContext, leave_steps_op_by_op, tracing
+from fp8pass.compiler.update_compiler import update_graph
+from fp8pass.options.config import Config
+from fp8pass.weights.update_graph import UpdateGraph
+from fp8pass.weights.weight_cache import newest, weights_of
+
+_fused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The fused optimizers of training steps."""
+
+
+@functools.cache
+def _leave_fused() -> None:
+    leave_steps_op_by_op(_fused.__contains__)
+
+
+def note_fused(optimizers: Sequence[Optimizer]) -> None:
+    """Let Dynamo leave fused optimizers alone: it would read all their tensors before it finds that it can't trace."""
+    if fused := [o for o in optimizers if any(group.get("fused") for group in o.param_groups)]:
+        _leave_fused()
+        _fused.update(fused)
+
+
+class CopyWriter:
+    """Writes copies that no compiled update has written in a step. config: of the step."""
+
+    def __init__(self, config: Config) -> None:
+        # what an optimizer does to its moments and its parameters is done
+        self._config = replace(config, skip_nonfinite=False, optimizer_state="off", update_rounding="nearest")
+        self._updates: dict[tuple[int, ...], UpdateGraph] = {}
+
+    def write(self, parameters: Sequence[Tensor]) -> None:
+        """Write the copies of these parameters that this step has left as they were."""
+        weights = [w for w in weights_of(parameters) if not w.was_written and w.knows_next_scale]
+        parts = list({id(p): p for w in weights for p in w.parts}.values())
+        if not parts:
+            return
+        key = newest(), *map(id, parts)
+        if key not in self._updates:
+            self._updates = {key: self._update_of(parts)}
+        self._updates[key](*parts)
+
+    def _update_of(self, parameters: Sequence[Tensor]) -> UpdateGraph:
+        graph, mode = fx.Graph(), FakeTensorMode()
+        for i, p in enumerate(parameters):
+            node = graph.placeholder(f"parameter_{i}")
+            node.meta["example_value"] = mode.from_tensor(p)
+            node._dynamo_source = ConstantSource(node.name)  # AOTAutograd asserts that each input has its own source
+        graph.output(())
+        module = fx.GraphModule(nn.Module(), graph)
+        with tracing(TracingContext(mode)):
+            return update_graph(module, self._config, list(range(len(parameters))))

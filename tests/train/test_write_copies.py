@@ -1,0 +1,47 @@
+"""Copies of weights that are written after an optimizer which runs eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8pass
+from fp8pass.base._torch import compilations
+from tests.helpers.train_step import batch, everything, weights
+from tests.passes.update.test_outline_strands import model_of
+
+
+def trained(cache: str) -> tuple[dict[str, Tensor], Any]:
+    """Train with a fused AdamW; return all that has changed, and the step."""
+    torch._dynamo.reset()
+    model = model_of(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    @fp8pass.train_step(recipe="delayed", min_speedup=0, weight_cache=cache)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for i in range(4):
+        step(batch(i, 16, 32))
+    assert all((w.requantized, w.expected) == (2, 2) for w in weights(model))
+    return everything(model, optimizer), step
+
+
+@pytest.mark.inductor
+def test_bits_and_what_dynamo_looks_at() -> None:
+    """A step that reads copies has the bits of one that quantizes weights in its forward.
+
+    Dynamo compiles no code of the optimizer: it would read all its tensors before it finds that it can't trace it.
+    """
+    earlier = {id(c): c for c in compilations()}
+    with_copies, step = trained("fp8+transpose")
+    files = [c.co_filename or "" for c in compilations() if id(c) not in earlier]
+    assert files and not [name for name in files if "optim" in name]
+    without, _ = trained("off")
+    assert [name for name in without if not torch.equal(with_copies[name], without[name])] == []
+    assert "quantized again" not in str(step.report)
