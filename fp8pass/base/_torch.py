@@ -44,6 +44,9 @@ with required_names():
     from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons, to_fake_tensor
     from torch._functorch import config as functorch_config
     from torch._functorch import partitioners
+    from torch._functorch._aot_autograd.runtime_wrappers import (
+        coerce_to_expected_memory_format as coerce_to_expected_memory_format,
+    )
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.autograd_function import autograd_function_apply as autograd_function_apply
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
@@ -607,6 +610,21 @@ def context_for_later() -> TracingContext:
     context = copy.copy(TracingContext.get())
     context.ddp_optimizer_ctx, context.fakify_first_call = None, False
     return context
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which autocast is off, for compiled code, whose dtypes are decided."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else contextlib.nullcontext()
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs now was called with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def function_class(x: torch.Tensor) -> Any:
+    """Return the `torch.autograd.Function` that has computed a tensor; None if none has."""
+    return getattr(type(x.grad_fn), "_forward_cls", None)
 
 
 @contextlib.contextmanager

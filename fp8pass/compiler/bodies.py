@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from fp8pass.base._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
+from fp8pass.base._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode, function_class
+from fp8pass.compiler.one_node import MOST_BYTES, Line, OneNode, Other, line_of, one_node_of
 from fp8pass.graph.annotation import Annotation, copy_to_edit, graphs_of, is_state_input
 from fp8pass.quant import ops
 
@@ -22,11 +24,17 @@ CompileBody = Callable[[str, fx.GraphModule, list[Any]], Callable[..., Any]]
 """Compiles a function, from its name, its graph and examples of its inputs."""
 
 
-def lower_bodies(annotation: Annotation, inputs: Sequence[Any], compile_body: CompileBody) -> Callable[..., Any]:
-    """Compile each function of the graph; return the callable that calls them. inputs: examples, of the whole graph."""
+def lower_bodies(
+    annotation: Annotation, inputs: Sequence[Any], compile_body: CompileBody, joins: bool = False
+) -> Callable[..., Any]:
+    """Compile each function of the graph; return the callable that calls them. inputs: examples, of the whole graph.
+
+    joins: True to make one node of all calls, once each function is compiled: see `one_node.py`.
+    """
     compiler = _Compiler(annotation.module, compile_body, detect_fake_mode(inputs))
     compiler.run(*as_fakes(inputs))
-    return _line_of_calls(annotation.module, compiler.compiled)
+    line = line_of(annotation.module.graph) if joins else None
+    return _line_of_calls(annotation.module, compiler.compiled) if line is None else _Calls(annotation, compiler, line)
 
 
 class _Compiler(fx.Interpreter):
@@ -131,6 +139,58 @@ def _unaligned(x: Tensor) -> Tensor:
     """Return a tensor like `x` whose first element is not aligned, so that compiled code does not rely on that."""
     size = 2 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.new_empty(size).as_strided(x.shape, x.stride(), 1)
+
+
+class _Calls:
+    """The calls of a graph: a node of autograd's each, until all functions are compiled; then one node."""
+
+    def __init__(self, annotation: Annotation, compiler: _Compiler, line: Line) -> None:
+        self._functions: dict[str, Any] = dict.fromkeys(compiler.compiled)
+        noting = {name: self._noting(name, run) for name, run in compiler.compiled.items()}
+        self._calls = _line_of_calls(annotation.module, noting)
+        self._line: Line | None = line
+        self._node: OneNode | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the functions."""
+        if not torch.is_grad_enabled() or _ranks_wait():
+            return self._calls(*args)
+        if self._node is not None:
+            return self._node(*args)
+        if self._line is not None:
+            self._join(args)
+        return self._calls(*args) if self._node is None else self._node(*args)
+
+    def _join(self, args: Sequence[Any]) -> None:
+        """Make one node of the calls, if all functions are compiled and nothing waits for the gradients of one."""
+        trained = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+        is_waited_for = any(x.is_leaf and x._post_accumulate_grad_hooks for x in trained)
+        if is_waited_for or sum(x.nbytes for x in trained) > MOST_BYTES:
+            self._line = None
+            return
+        assert self._line is not None
+        try:
+            self._node = one_node_of(self._line, self._functions)
+        except Other:
+            self._line = None
+
+    def _noting(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that notes what AOTAutograd has made of it."""
+
+        def call(*args: Any) -> Any:
+            results = run(*args)
+            if self._functions[name] is None:
+                trained = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+                made = (f for x in trained if hasattr(f := function_class(x), "compiled_fw"))
+                self._functions[name] = next(made, None) if trained else run
+            return results
+
+        return call
+
+
+def _ranks_wait() -> bool:
+    """Return whether other ranks may wait for gradients of each layer."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _line_of_calls(module: fx.GraphModule, compiled: dict[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8pass.base._torch import context_of_one_graph
@@ -63,7 +64,8 @@ def lower(
     with dump.compiling(lambda: report.summary() if report.graphs else _CACHED):
         if annotation.bodies:
             with lowering_functions():
-                compiled = lower_bodies(annotation, inputs, compile_one)
+                joins = torch.is_grad_enabled() and not (annotation.is_update or config.update_in_backward)
+                compiled = lower_bodies(annotation, inputs, compile_one, joins)
         else:
             compiled = compile_one("", annotation.module, inputs)
     if attempt.form == "fp8":
