@@ -220,6 +220,8 @@ class OneNode:
     def backward(self, checked: list[Tensor], unchecked: list[Tensor], tangents: Sequence[Any]) -> dict[int, Tensor]:
         """Return the gradients by slot; the first slots are the graph's inputs. Empties the lists."""
         grads = {slot: g for slot, g in zip(self.line.outputs, tangents, strict=True) if g is not None}
+        if not grads:
+            return {}
         tangents_device = next(iter(grads.values())).device
         for op, body in zip(reversed(self.line.ops), reversed(self.bodies), strict=True):
             if not isinstance(body, _Body):
@@ -262,8 +264,6 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *tangents: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
         keeps = keeps_graph()
         if keeps and ctx.node.donates:
             raise RuntimeError(
@@ -274,6 +274,21 @@ class _Node(torch.autograd.Function):
         if not keeps:
             ctx.maybe_clear_saved_tensors()
             ctx.unchecked = None
-        with without_autocast():
-            grads = ctx.node.backward(checked, unchecked, tangents)
-        return None, *(grads.get(i) for i in range(ctx.count))
+        with without_autocast(), torch.no_grad():
+            by_slot = ctx.node.backward(checked, unchecked, tangents)
+        grads = [by_slot.get(i) for i in range(ctx.count)]
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, *_NotTwice.apply(torch.empty(0, requires_grad=True), *grads)  # type: ignore[no-untyped-call]
+        return None, *grads
+
+
+class _NotTwice(torch.autograd.Function):
+    """The identity of gradients, which raises an error where they are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")

@@ -224,8 +224,8 @@ class Report:
     pictures: Sequence[Picture] = field(default_factory=list)
     """The graphs, for `to_html`; only reports of `explain` have them."""
     timings: list[Timing] = field(default_factory=list, compare=False)
-    """The seconds that compiling each graph took, or each of its functions; `explain` compiles nothing. The text leaves
-    them out, so that the same compilation gives the same text."""
+    """The seconds that compiling each graph took, or each of its functions, for `seconds`; `explain` compiles nothing.
+    The text leaves them out, so that the same compilation gives the same text."""
 
     def add(self, other: Report) -> None:
         """Append the contents of another report, without repeating notes, faults and breaks."""
@@ -298,6 +298,20 @@ class Report:
     def _fp8_share_of(self, gemms: Sequence[Gemm]) -> float | None:
         total = sum(g.in_call(g.flops) for g in gemms)
         return sum(g.in_call(g.flops) for g in self.rewritten) / total if total else None
+
+    def seconds(self) -> str:
+        """Return a table of `timings`, the slowest first: the seconds of each function that was compiled, and of all.
+
+        Seconds are those of a clock on the wall. "" if nothing was compiled.
+        """
+        if not self.timings:
+            return ""
+        rows = [(t.what, (t.tracing, t.passes, t.inductor, t.total)) for t in self.timings]
+        rows.sort(key=lambda row: -row[1][-1])
+        total = tuple(map(sum, zip(*(of for _, of in rows), strict=True)))
+        cells = [[what, *(f"{s:.1f}" for s in of)] for what, of in (*rows, (f"{len(rows)} functions", total))]
+        heads = ["compiled", "AOTAutograd s", "passes s", "Inductor s", "all s"]
+        return "\n".join(ruled(aligned([heads, *cells], range(1, 5))))
 
     @property
     def sizes(self) -> list[VaryingSize]:
