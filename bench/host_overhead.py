@@ -174,7 +174,7 @@ def work(way: str, layers: int, steps: int) -> None:
 
 
 class Worker:
-    """A process of its own for a way: what one way leaves in torch, such as hooks of optimizers, changes no other."""
+    """A process for one way: what one way leaves in torch, such as hooks of optimizers, changes no other."""
 
     def __init__(self, way: str, layers: int, steps: int) -> None:
         command = [sys.executable, __file__, "--work", way, "--layers", str(layers), "--steps", str(steps)]

@@ -42,6 +42,12 @@ def compile_time() -> str:
     return script("bench/compile_time.py", "--layers", "1", "8", "32", "--backends", *backends, "--repeat", "1")
 
 
+def compile_time_of_steps() -> str:
+    """Return the table of bench/compile_time.py for steps with an optimizer, which needs an otherwise idle machine."""
+    backends = ("inductor:compiled_adamw", "delayed:adamw", "delayed:train_step", "delayed:train_step_fused")
+    return script("bench/compile_time.py", "--layers", "1", "8", "32", "--backends", *backends, "--repeat", "1")
+
+
 FROM_SOURCES = {
     "folders": Part("docs/architecture.md", table_of_folders),
     "passes": Part("docs/passes.md", table_of_passes),
@@ -96,6 +102,7 @@ RUN = {
     "seeds": Part("docs/memory.md", partial(script, "bench/seeds.py")),
     "smooth_swiglu": Part("docs/numerics.md", partial(script, "bench/smooth_swiglu.py")),
     "compile_time": Part("docs/kernels.md", compile_time),
+    "compile_time_of_steps": Part("docs/train-step.md", compile_time_of_steps),
     "host_overhead": Part("docs/kernels.md", partial(script, "bench/host_overhead.py", "--steps", "50")),
     "zoo": Part("docs/zoo.md", partial(script, "-m", "tests.zoo", "--page")),
 }

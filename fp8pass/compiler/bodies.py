@@ -34,7 +34,11 @@ def lower_bodies(
     compiler = _Compiler(annotation.module, compile_body, detect_fake_mode(inputs))
     compiler.run(*as_fakes(inputs))
     line = line_of(annotation.module.graph) if joins else None
-    return _line_of_calls(annotation.module, compiler.compiled) if line is None else _Calls(annotation, compiler, line)
+    return (
+        _line_of_calls(annotation.module, compiler.compiled)
+        if line is None
+        else LineOfCalls(annotation, compiler, line)
+    )
 
 
 class _Compiler(fx.Interpreter):
@@ -141,7 +145,7 @@ def _unaligned(x: Tensor) -> Tensor:
     return x.new_empty(size).as_strided(x.shape, x.stride(), 1)
 
 
-class _Calls:
+class LineOfCalls:
     """The calls of a graph: a node of autograd's each, until all functions are compiled; then one node."""
 
     def __init__(self, annotation: Annotation, compiler: _Compiler, line: Line) -> None:

@@ -983,8 +983,10 @@ def amax_of_part(x: Tensor) -> Tensor:
 def any_nonfinite(amaxes: list[Tensor], groups: tuple[str, ...] = ()) -> Tensor:
     """Return whether any of the tensors with these amaxes f32[] holds a NaN or an infinity: b8[].
 
-    groups: of the ranks that have other parts of them; all return the same.
+    groups: of the ranks that have other parts of them; all return the same. Takes the tensors themselves, too, as
+    graphs that were dumped before do.
     """
+    amaxes = [amax_of_part(x) if x.dim() else x for x in amaxes]
     # `stack` takes tensors of one device: a GPU, if any of them is on one
     device = max((x.device for x in amaxes), key=lambda d: d.type != "cpu")
     most = torch.stack([a.to(device) for a in amaxes]).amax()

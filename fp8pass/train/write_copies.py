@@ -18,7 +18,8 @@ from fp8pass.base._torch import ConstantSource, FakeTensorMode, TracingContext, 
 from fp8pass.compiler.update_compiler import update_graph
 from fp8pass.options.config import Config
 from fp8pass.weights.update_graph import UpdateGraph
-from fp8pass.weights.weight_cache import newest, weights_of
+from fp8pass.weights.weight_cache import newest
+from fp8pass.weights.weight_copy import WeightCopy
 
 _fused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The fused optimizers of training steps."""
@@ -44,12 +45,12 @@ class CopyWriter:
         self._config = replace(config, skip_nonfinite=False, optimizer_state="off", update_rounding="nearest")
         self._updates: dict[tuple[int, ...], UpdateGraph] = {}
 
-    def write(self, parameters: Sequence[Tensor]) -> None:
-        """Write the copies of these parameters that this step has left as they were."""
-        weights = [w for w in weights_of(parameters) if not w.was_written and w.knows_next_scale]
-        parts = list({id(p): p for w in weights for p in w.parts}.values())
-        if not parts:
+    def write(self, weights: Sequence[WeightCopy]) -> None:
+        """Write those of the copies that this step has left as they were."""
+        stale = [w for w in weights if not w.was_written and w.knows_next_scale]
+        if not stale:
             return
+        parts = list({id(p): p for w in stale for p in w.parts}.values())
         key = newest(), *map(id, parts)
         if key not in self._updates:
             self._updates = {key: self._update_of(parts)}

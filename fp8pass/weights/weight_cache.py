@@ -196,7 +196,24 @@ def weights_of(tensors: Sequence[Tensor]) -> list[WeightCopy]:
     return [w for w in list(_weights.values()) if w.has_part(ids)]
 
 
-def end_step(tensors: Sequence[Tensor]) -> None:
-    """End a training step of these parameters: a copy that no compiled update has written in it becomes stale."""
-    for weight in weights_of(tensors):
+def end_step(weights: Sequence[WeightCopy]) -> None:
+    """End a training step of these weights: a copy that no compiled update has written in it becomes stale."""
+    for weight in weights:
         weight.end_step()
+
+
+class WeightsOf:
+    """Finds the copies of an optimizer step's weights, and keeps them until there are others."""
+
+    def __init__(self) -> None:
+        self._newest = -1
+        self._parameters: list[int] = []
+        self._found: list[weakref.ref[WeightCopy]] = []
+
+    def __call__(self, parameters: Sequence[Tensor]) -> list[WeightCopy]:
+        """Return what `weights_of` returns."""
+        ids = list(map(id, parameters))
+        if self._newest != newest() or self._parameters != ids:
+            self._newest, self._parameters = newest(), ids
+            self._found = list(map(weakref.ref, weights_of(parameters)))
+        return [w for ref in self._found if (w := ref()) is not None and not w.is_gone]

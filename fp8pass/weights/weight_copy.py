@@ -31,7 +31,8 @@ class WeightCopy(ABC):
 
     def __init__(self, parts: Sequence[Tensor], stored: Sequence[str]) -> None:
         self._parts = tuple(map(weakref.ref, parts))
-        self._made_of: Any = None
+        self._made_of: int | None = None
+        """The `_version_key` that the copy was made of; None if it is stale."""
         self._rows = [part_of(p).shape[0] for p in parts]
         self.x_q: Tensor | None = None
         self.x_t: Tensor | None = None
@@ -126,7 +127,7 @@ class WeightCopy(ABC):
 
     def is_of_now(self) -> bool:
         """Return whether the copy is of the weight as it is."""
-        return self._made_of is not None and self._made_of == self._version_key()
+        return self._made_of == self._version_key()
 
     def _made(self) -> None:
         self._made_of = self._version_key()
@@ -146,10 +147,18 @@ class WeightCopy(ABC):
         """Mark the copy as stale: `requantize` runs before its next use."""
         self._made_of = None
 
-    def _version_key(self) -> Any:
-        parts = [p for ref in self._parts if (p := ref()) is not None]
-        # a DTensor, and the tensor with its part, count their versions separately
-        return [(p._version, part_of(p)._version, part_of(p).data_ptr()) for p in parts]
+    def _version_key(self) -> int:
+        """Return a number that changes with the weight: made of the versions and addresses of its parts.
+
+        A number, and no tuples: each step asks for that of every weight.
+        """
+        key = 0
+        for ref in self._parts:
+            if (p := ref()) is not None:
+                part = part_of(p)
+                # a DTensor, and the tensor with its part, count their versions separately
+                key = key << 128 | part.data_ptr() << 64 | p._version << 32 | part._version
+        return key
 
     @abstractmethod
     def requantize(self, begins: bool = True) -> None:
@@ -192,6 +201,9 @@ class DelayedWeight(WeightCopy):
         super().__init__(parts, stored)
         self.state = state
         self.index = index
+        self._recipe: Any = None
+        self._made_loads = -1
+        """The recipe, and the number of times that its state was loaded, when the copy was made."""
         self._steps_stale = 0
         """Number of steps begun since the step that the copy was made for."""
         self._unchanged = 0
@@ -217,12 +229,18 @@ class DelayedWeight(WeightCopy):
         self._steps_stale += 1
         self._unchanged += 1
 
+    def is_of_now(self) -> bool:
+        """Return whether the copy is of the weight as it is, with a scale of the state as it is."""
+        recipe = self.state.table.recipe
+        is_of_state = self._made_loads == self.state.loads and (self._recipe is recipe or self._recipe == recipe)
+        return is_of_state and super().is_of_now()
+
     def is_fresh(self) -> bool:
         """Return whether the copy is of the current weight, with the scale of the step that has begun or of the next.
 
         A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
         """
-        return self.is_of_now() and (self.is_predicted or self._steps_stale <= 0 or self._scale_stays())
+        return self.is_of_now() and (self._steps_stale <= 0 or self.is_predicted or self._scale_stays())
 
     @property
     def is_predicted(self) -> bool:
@@ -233,7 +251,7 @@ class DelayedWeight(WeightCopy):
     def knows_next_scale(self) -> bool:
         """False for a sharded weight whose ranks share amaxes once in several steps: until then their scales differ."""
         reduces = self.state.reduces
-        return not self.is_divided or reduces is None or reduces.interval == 1
+        return reduces is None or reduces.interval == 1 or not self.is_divided
 
     def _scale_stays(self) -> bool:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
@@ -249,6 +267,7 @@ class DelayedWeight(WeightCopy):
 
     def _made(self) -> None:
         super()._made()
+        self._recipe, self._made_loads = self.state.table.recipe, self.state.loads
         self._unchanged = 0
         self._changes += 1
 
@@ -260,9 +279,6 @@ class DelayedWeight(WeightCopy):
         if not has_scale and not self.is_predicted:
             self.invalidate()
             self.expected += 1
-
-    def _version_key(self) -> Any:
-        return super()._version_key(), self.state.table.recipe, self.state.loads
 
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""

@@ -49,7 +49,7 @@ class OutlineStrands:
         if not context.config.compiles_once:
             return 0
         try:
-            outliner = _Outliner(graph, context, Strands(graph))
+            outliner = _StrandOutliner(graph, context, Strands(graph))
             if outliner.number > 1:
                 context.bodies = outliner.rewrite()
         except Undivided as reason:
@@ -86,7 +86,7 @@ class _Call:
         return list(dict.fromkeys(v for v, _ in self.rows))
 
 
-class _Outliner:
+class _StrandOutliner:
     def __init__(self, graph: fx.Graph, context: UpdateContext, strands: Strands) -> None:
         module = graph.owning_module
         assert module is not None

@@ -317,7 +317,7 @@ def _written(node: fx.Node, args: Sequence[Any], named: dict[str, Any]) -> list[
 
 
 def _is_new(result: Value, reads: Sequence[Value]) -> bool:
-    """Return whether a result has memory of its own."""
+    """Return whether a result shares no memory with what was read."""
     if is_on_lists(result.node) or result.node.target == "clone" or _is_ours(result.node):
         return True
     example = example_of(result)

@@ -87,7 +87,7 @@ def nodes(x: Tensor) -> set[str]:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function after which each call has a node."""
-    return lambda: monkeypatch.setattr(bodies._Calls, "_join", lambda *_: None)
+    return lambda: monkeypatch.setattr(bodies.LineOfCalls, "_join", lambda *_: None)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from fp8pass.base.node_meta import MADE_BY
 from fp8pass.base.scaling import quantize
 from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.compiler.kernel_passes import KernelPasses
-from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
+from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE, UPDATE_LAST
 from fp8pass.compiler.through_inductor import _Both, append_pass
 from fp8pass.graph.builder import Builder, Computed, compute_val
 from fp8pass.graph.verify import verify
@@ -41,7 +41,6 @@ def pipeline(**options: Any) -> JointPasses:
 PARTS = {
     "dynamo": {
         "check_matmul",
-        "equal_structure",
         "frozen_parameters",
         "product_roles",
         "quantize_call",
@@ -78,7 +77,7 @@ PARTS = {
         "when_to_fuse",
     },
     "traced": {"matmuls_of_layers"},
-    "update": {"context", "find_moments", "written"},
+    "update": {"context", "find_moments", "strands", "written"},
 }
 """The files of each folder that are not passes, but parts of passes."""
 LISTS: dict[str, Any] = {
@@ -86,7 +85,7 @@ LISTS: dict[str, Any] = {
     "joint": JOINT,
     "kernels": KERNELS,
     "traced": TRACED,
-    "update": UPDATE,
+    "update": (*UPDATE, *UPDATE_LAST),
 }
 """The list that has the passes of a folder."""
 
@@ -120,7 +119,7 @@ def test_every_pass_has_a_file_of_tests(folder: str) -> None:
 def test_folders_and_lists_are_all() -> None:
     folders = {f.parent.name for f in (ROOT / "passes").glob("*/__init__.py")} - {"common"}
     assert folders == set(LISTS)
-    every = [p.name for passes in (DYNAMO, UPDATE, TRACED, JOINT, KERNELS) for p in passes]
+    every = [p.name for passes in (DYNAMO, UPDATE, UPDATE_LAST, TRACED, JOINT, KERNELS) for p in passes]
     assert len(every) == len(set(every))
     assert [(a, b) for a in every for b in every if a != b and a in b] == [], "torch's disabled_passes has substrings"
 

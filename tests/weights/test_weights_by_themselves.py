@@ -257,7 +257,7 @@ def test_never_stale(recipe: Recipe, in_step: bool) -> None:
     assert got.copies
     check_same(wanted, got)
     if in_step:
-        assert "something other than a compiled update had changed them" in str(got.step.report)
+        assert "something other than an optimizer had changed them" in str(got.step.report)
 
 
 @VARIANT

@@ -1,0 +1,117 @@
+"""Predict when a training step with FP8 copies of weights pays, beside the backend with torch's fused AdamW.
+
+    python bench/when_it_pays.py [--target h100] [--tokens 1024 4096 16384 65536] [--forwards 1 8]
+
+Prints a table for one layer of Llama-3-8B with AdamW, parameters and moments in bfloat16; a model has these figures
+once for each layer. `backend` quantizes weights in each forward, and updates them by a fused AdamW. `train_step`
+compiles the update, which writes the FP8 copies too; with `fused=True` one call of compiled code writes them after a
+fused AdamW. Bytes and launches are those around the matmuls, counted as by bench/traffic.py; what a fused AdamW moves,
+14 bytes for each parameter, and its launches follow from torch's source. The time is that of the whole step on the
+GPU, predicted. A step of several forwards, for microbatches, has as many forwards and backwards, and one update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]  # `inspect` imports this file as bench.when_it_pays
+
+import torch
+
+from bench.blocks import DTYPE, WIDTH, LlamaBlock
+from bench.traffic import around_matmuls
+from fp8pass.gpu.target import TARGETS
+from fp8pass.inspect.inspector import InspectedRun, inspect
+from fp8pass.roofline import memory_seconds
+
+CHUNK, BLOCKS = 65536, 320
+"""Elements for each block, and blocks for each launch, of torch's fused optimizers (MultiTensorApply.cuh)."""
+FUSED_BYTES, COPIES_BYTES = 14, 4
+"""For each parameter: a fused AdamW reads the parameter, its gradient and two moments, and writes all but the gradient;
+both FP8 copies are written from the parameter."""
+
+
+def layer(tokens: int) -> tuple[Any, ...]:
+    """Return a layer of Llama-3-8B, and an input bf16[1, tokens, 4096]."""
+    torch.set_default_dtype(DTYPE)
+    try:
+        return LlamaBlock(length=tokens), torch.randn(1, tokens, WIDTH, requires_grad=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+layer_1024, layer_4096, layer_16384, layer_65536 = (partial(layer, n) for n in (1024, 4096, 16384, 65536))
+
+
+class Cost(NamedTuple):
+    """What a part of a step takes. moved: bytes around matmuls. seconds: of all kernels."""
+
+    moved: float
+    launches: float
+    seconds: float
+
+    def __add__(self, other: Any) -> Cost:
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, n: int) -> Cost:
+        """Return the cost of n such parts."""
+        return Cost(*(n * a for a in self))
+
+
+def cost_of(run: InspectedRun, is_update: bool) -> Cost:
+    """Return the cost of the update, or of forward and backward."""
+    kernels = tuple(k for k in run.kernels if (k.graph == "update") == is_update)
+    moved, triton, others = around_matmuls(InspectedRun(run.name, kernels, 0))
+    return Cost(moved, triton + others, sum(k.seconds for k in kernels))
+
+
+def costs(tokens: int, forwards: int, target: str) -> dict[str, Cost]:
+    """Return the cost of a step for each way."""
+    spec = f"bench.when_it_pays:layer_{tokens}"
+    backend = inspect(spec, target, "delayed").run("fp8pass delayed")
+    options = {"weight_cache": "fp8+transpose"}
+    step = inspect(spec, target, "delayed", optimizer="AdamW", options=options).run("fp8pass delayed")
+    with torch.device("meta"):
+        parameters = [p.numel() for p in LlamaBlock().parameters()]
+    gpu, count = TARGETS[target], sum(parameters)
+    fused = Cost(
+        FUSED_BYTES * count,
+        math.ceil(count / CHUNK / BLOCKS),
+        memory_seconds(gpu, FUSED_BYTES * count),
+    )
+    weights = [n for n in parameters if n > WIDTH]
+    copies = Cost(COPIES_BYTES * sum(weights), len(weights), memory_seconds(gpu, COPIES_BYTES * sum(weights)))
+    reads = cost_of(step, False).times(forwards)
+    return {
+        "backend": cost_of(backend, False).times(forwards) + fused,
+        "train_step": reads + cost_of(step, True),
+        "train_step, fused=True": reads + fused + copies,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384, 65536], help="of each forward")
+    parser.add_argument("--forwards", type=int, nargs="+", default=[1, 8], help="of each step")
+    args = parser.parse_args()
+    print("| tokens | forwards | way | MB | launches | ms | time saved |\n|---:|---:|---|---:|---:|---:|---:|")
+    for tokens in args.tokens:
+        for forwards in args.forwards:
+            found = costs(tokens, forwards, args.target)
+            base = found["backend"].seconds
+            for way, (moved, launches, seconds) in found.items():
+                saved = "" if way == "backend" else f"{1 - seconds / base:.1%}"
+                cells = tokens, forwards, way, f"{moved / 1e6:.0f}", f"{launches:.0f}", f"{seconds * 1e3:.2f}", saved
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
