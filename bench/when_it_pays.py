@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]  # `inspect` imports this file as bench.when_it_pays
 
-import torch
+import torch  # noqa: E402
+from blocks import DTYPE, WIDTH, LlamaBlock  # noqa: E402
+from traffic import around_matmuls  # noqa: E402
 
-from bench.blocks import DTYPE, WIDTH, LlamaBlock
-from bench.traffic import around_matmuls
-from fp8pass.gpu.target import TARGETS
-from fp8pass.inspect.inspector import InspectedRun, inspect
-from fp8pass.roofline import memory_seconds
+from fp8pass.gpu.target import TARGETS  # noqa: E402
+from fp8pass.inspect.inspector import InspectedRun, inspect  # noqa: E402
+from fp8pass.roofline import memory_seconds  # noqa: E402
 
 CHUNK, BLOCKS = 65536, 320
 """Elements for each block, and blocks for each launch, of torch's fused optimizers (MultiTensorApply.cuh)."""
@@ -86,7 +86,9 @@ def costs(tokens: int, forwards: int, target: str) -> dict[str, Cost]:
         memory_seconds(gpu, FUSED_BYTES * count),
     )
     weights = [n for n in parameters if n > WIDTH]
-    copies = Cost(COPIES_BYTES * sum(weights), len(weights), memory_seconds(gpu, COPIES_BYTES * sum(weights)))
+    # a kernel that writes FP8 in both orientations, as those of the compiled update
+    copying = memory_seconds(gpu, COPIES_BYTES * sum(weights), "transposed_share")
+    copies = Cost(COPIES_BYTES * sum(weights), len(weights), copying)
     reads = cost_of(step, False).times(forwards)
     return {
         "backend": cost_of(backend, False).times(forwards) + fused,
