@@ -1,4 +1,4 @@
-"""Forty faults, each in a different file, which a compiler engineer could make; `plant.py` plants them.
+"""Faults, each in a different file, which a compiler engineer could make; `plant.py` plants them.
 
 A fault is found by its text, not by its line, so that it survives edits and moves of files. Each changes a few
 characters, and changes what the product does on a CPU.
@@ -269,5 +269,24 @@ FAULTS = (
         "graph.call_function(ops.forget_step, (bad, amax))",
         "graph.call_function(ops.restore_where, (bad, amax, amax))",
         "The amaxes of a step that skip_nonfinite skipped still determine the scales of the next step.",
+    ),
+    # updates that are compiled once, and calls that are one node
+    Fault(
+        "the scale of the first weight for all weights of a function",
+        "tuple(_row(e) if v in e.rows else 0 for e in of_node)",
+        "tuple(_row(of_node[0]) if v in e.rows else 0 for e in of_node)",
+        "An update that is compiled once writes all copies of a call with one scale.",
+    ),
+    Fault(
+        "a gradient of several calls is that of the first",
+        "grads[slot] = grads[slot] + g if slot in grads else g",
+        "grads[slot] = g",
+        "A tensor that several layers read gets the gradient of the first of them alone.",
+    ),
+    Fault(
+        "copies that only compiled updates write",
+        "stale = [w for w in weights if not w.was_written and w.knows_next_scale]",
+        "stale = [w for w in weights if w.was_written and w.knows_next_scale]",
+        "After a fused optimizer, the next forward quantizes each weight by itself.",
     ),
 )
