@@ -134,7 +134,9 @@ class _Body:
             or known.num_graphsafe_rng_states
             or known.is_rng_op_functionalized
         )
-        outputs = [i for i, out in enumerate(known.output_info) if out.requires_grad_for_backward]
+        # torch 2.11 has one name for both: that a result requires a gradient, and that the backward takes one
+        has_tangent = [getattr(out, "requires_grad_for_backward", out.requires_grad) for out in known.output_info]
+        outputs = [i for i, has_one in enumerate(has_tangent) if has_one]
         same = len(known.input_info) == arguments and known.num_forward_returns == results
         if does_more or not same or len(outputs) != len(known.subclass_tangent_meta):
             raise Other
