@@ -90,8 +90,8 @@ FAULTS = (
     ),
     Fault(
         "the FP8 copy of a weight is one step too old",
-        "(self.is_predicted or self._steps_stale <= 0 or self._scale_stays())",
-        "(self.is_predicted or self._steps_stale <= 1 or self._scale_stays())",
+        "(self._steps_stale <= 0 or self.is_predicted or self._scale_stays())",
+        "(self._steps_stale <= 1 or self.is_predicted or self._scale_stays())",
         "A forward multiplies by a copy that was quantized with the scale of the previous step.",
     ),
     Fault(
