@@ -50,7 +50,7 @@ layer_1024, layer_4096, layer_16384, layer_65536 = (partial(layer, n) for n in (
 
 
 class Cost(NamedTuple):
-    """What a part of a step takes. moved: bytes around matmuls. seconds: of all kernels."""
+    """Hold the cost of a part of a step. moved: bytes around matmuls. seconds: of all kernels."""
 
     moved: float
     launches: float

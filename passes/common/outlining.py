@@ -1,4 +1,4 @@
-"""What passes share that make functions of parts of Dynamo's graph."""
+"""Find the matmuls of a part of Dynamo's graph, and add its inputs to the function that a pass makes of it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from fp8pass.quant.sharded import part_of
 from fp8pass.weights.update_inputs import UpdateCall
 
 CALL_COST, FUNCTIONS_COST = 0.25, 12.0
-"""What a call costs, and what functions cost beside one whole graph, in strands to compile."""
+"""Weigh a call, and all functions beside one whole graph, by the number of strands that take as long to compile."""
 
 
 class OutlineStrands:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from networkx.utils import UnionFind
 from torch import Tensor, fx
 
 from fp8pass.base._torch import MODE_CHANGES, HigherOrderOperator, set_grad_enabled
@@ -142,19 +143,19 @@ class Strands:
     # Owners
 
     def _find_owners(self) -> None:
-        groups = _Groups()
+        groups = UnionFind()
         for e in self.elements:
             large = [v for v in (*e.reads, e.result) if not self._is_scalar(v) and not _is_vector(v)]
-            groups.join([self._same.get(v, v) for v in large])
+            groups.union(*(self._same.get(v, v) for v in large))
         # a strand has a tensor of Dynamo's; others, such as the amaxes of a state, are shared
         numbers: dict[Value, int] = {}
         for e in self.elements:
             for v in (*e.reads, *e.writes):
                 if _is_of_dynamo(v) and not self._is_scalar(v):
-                    numbers.setdefault(groups.first(v), len(numbers))
+                    numbers.setdefault(groups[v], len(numbers))
         reached: dict[Value, set[int]] = {}
         for e in self.elements:
-            at = next((groups.first(v) for v in e.reads if not self._is_scalar(v) and not _is_vector(v)), None)
+            at = next((groups[v] for v in e.reads if not self._is_scalar(v) and not _is_vector(v)), None)
             if at in numbers:
                 e.owner = numbers[at]
                 for v in e.reads:
@@ -247,22 +248,6 @@ def _apart(before: Element, after: Element) -> int:
     if before.owner == after.owner:
         return 0
     return 1 if SHARED in (before.owner, after.owner) else 2
-
-
-class _Groups:
-    """Values in groups, which grow together."""
-
-    def __init__(self) -> None:
-        self._next: dict[Value, Value] = {}
-
-    def first(self, value: Value) -> Value:
-        while (after := self._next.get(value, value)) != value:
-            self._next[value] = value = self._next.get(after, after)
-        return value
-
-    def join(self, values: Sequence[Value]) -> None:
-        for value in values[1:]:
-            self._next[self.first(value)] = self.first(values[0])
 
 
 def is_on_lists(node: Any) -> bool:
