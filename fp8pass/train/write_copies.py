@@ -65,4 +65,4 @@ class CopyWriter:
         graph.output(())
         module = fx.GraphModule(nn.Module(), graph)
         with tracing(TracingContext(mode)):
-            return update_graph(module, self._config, list(range(len(parameters))))
+            return update_graph(module, self._config, list(range(len(parameters))), "copies_of_weights")
