@@ -26,6 +26,7 @@ from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey
 def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRef], name: str = "") -> UpdateGraph:
     """Return the callable for an update. refs: what it writes, by position or attribute. name: in dumps and reports."""
     context, name = context_for_later(), name or name_of(module)
+
     def compile_for(
         key: UpdateKey, args: Sequence[Any], call: UpdateCall, attempt: Attempt, dump: Dump
     ) -> CompiledUpdate:
