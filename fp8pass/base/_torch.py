@@ -50,7 +50,7 @@ with required_names():
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.autograd_function import autograd_function_apply as autograd_function_apply
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
-    from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
+    from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
     from torch._higher_order_ops.triton_kernel_wrap import (
         kernel_side_table,
         triton_kernel_wrapper_functional,
@@ -68,8 +68,9 @@ with required_names():
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.codegen.common import Kernel as InductorKernel
     from torch._inductor.codegen.triton import FixedTritonConfig, TritonCSE, TritonKernel, TritonOverrides
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner, cudagraphify
     from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cudagraph_utils import PlaceholderInfo
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.dependencies import MemoryDep
@@ -85,6 +86,7 @@ with required_names():
         TensorBox,
     )
     from torch._inductor.ops_handler import WrapperHandler
+    from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -98,6 +100,7 @@ with required_names():
     )
     from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
     from torch._inductor.utils import _type_of, triton_type
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node as first_op_without_cuda_graphs
     from torch._inductor.virtualized import OpsValue
     from torch._inductor.virtualized import V as Virtualized
     from torch._inductor.virtualized import ops as inductor_ops

@@ -16,7 +16,9 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fp8pass.base._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode, function_class
-from fp8pass.compiler.one_node import MOST_BYTES, Line, OneNode, Other, line_of, one_node_of
+from fp8pass.compiler.cuda_graphs import Recorder
+from fp8pass.compiler.line import Line, line_of
+from fp8pass.compiler.one_node import MOST_BYTES, OneNode, Other, line_without_gradients, one_node_of
 from fp8pass.graph.annotation import Annotation, copy_to_edit, graphs_of, is_state_input
 from fp8pass.quant import ops
 
@@ -25,20 +27,30 @@ CompileBody = Callable[[str, fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def lower_bodies(
-    annotation: Annotation, inputs: Sequence[Any], compile_body: CompileBody, joins: bool = False
+    annotation: Annotation,
+    inputs: Sequence[Any],
+    compile_body: CompileBody,
+    joins: bool = False,
+    recorder: Recorder | None = None,
 ) -> Callable[..., Any]:
     """Compile each function of the graph; return the callable that calls them. inputs: examples, of the whole graph.
 
-    joins: True to make one node of all calls, once each function is compiled: see `one_node.py`.
+    joins: True to make one node of all calls, once each function is compiled: see `one_node.py`. recorder: records the
+    calls as CUDA graphs.
     """
     compiler = _Compiler(annotation.module, compile_body, detect_fake_mode(inputs))
     compiler.run(*as_fakes(inputs))
-    line = line_of(annotation.module.graph) if joins else None
-    return (
-        _line_of_calls(annotation.module, compiler.compiled)
-        if line is None
-        else LineOfCalls(annotation, compiler, line)
-    )
+    line = line_of(annotation.module.graph) if joins or recorder is not None else None
+    if line is None:
+        if recorder is not None:
+            recorder.refuse("it returns an input, or one result twice, or computes something outside of its layers")
+        return _line_of_calls(annotation.module, compiler.compiled)
+    attributes = [getattr(annotation.module, name) for name in line.attributes]
+    if joins:
+        return LineOfCalls(annotation, compiler, line, attributes, recorder)
+    if recorder is None or not recorder.accepts(line, trains=False):
+        return _line_of_calls(annotation.module, compiler.compiled)
+    return line_without_gradients(line, compiler.compiled, attributes, recorder)
 
 
 class _Compiler(fx.Interpreter):
@@ -146,18 +158,31 @@ def _unaligned(x: Tensor) -> Tensor:
 
 
 class LineOfCalls:
-    """The calls of a graph: a node of autograd's each, until all functions are compiled; then one node."""
+    """The calls of a graph: a node of autograd's each, until all functions are compiled; then one node.
 
-    def __init__(self, annotation: Annotation, compiler: _Compiler, line: Line) -> None:
+    attributes: the tensors that the line takes after the graph's inputs. recorder: records CUDA graphs of the one node.
+    These make gradients complete at the end of the backward in any case, as if the graph were compiled in one piece.
+    """
+
+    def __init__(
+        self,
+        annotation: Annotation,
+        compiler: _Compiler,
+        line: Line,
+        attributes: Sequence[Any] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
         self._functions: dict[str, Any] = dict.fromkeys(compiler.compiled)
         noting = {name: self._noting(name, run) for name, run in compiler.compiled.items()}
         self._calls = _line_of_calls(annotation.module, noting)
         self._line: Line | None = line
+        self._attributes = attributes
+        self._recorder = recorder
         self._node: OneNode | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Call the functions."""
-        if not torch.is_grad_enabled() or _ranks_wait():
+        if not torch.is_grad_enabled() or (self._recorder is None and _ranks_wait()):
             return self._calls(*args)
         if self._node is not None:
             return self._node(*args)
@@ -167,16 +192,20 @@ class LineOfCalls:
 
     def _join(self, args: Sequence[Any]) -> None:
         """Make one node of the calls, if all functions are compiled and nothing waits for the gradients of one."""
-        trained = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
-        is_waited_for = any(x.is_leaf and x._post_accumulate_grad_hooks for x in trained)
-        if is_waited_for or sum(x.nbytes for x in trained) > MOST_BYTES:
+        assert self._line is not None
+        if any(f is None or getattr(f, "compiled_bw", f) is None for f in self._functions.values()):
+            return
+        if self._recorder is not None and not self._recorder.accepts(self._line, trains=True):
+            self._recorder = None
+        if self._recorder is None and _are_waited_for([x for x in args if isinstance(x, Tensor) and x.requires_grad]):
             self._line = None
             return
-        assert self._line is not None
         try:
-            self._node = one_node_of(self._line, self._functions)
-        except Other:
+            self._node = one_node_of(self._line, self._functions, self._attributes, self._recorder)
+        except Other as why:
             self._line = None
+            if self._recorder is not None:
+                self._recorder.refuse(str(why))
 
     def _noting(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that notes what AOTAutograd has made of it."""
@@ -190,6 +219,12 @@ class LineOfCalls:
             return results
 
         return call
+
+
+def _are_waited_for(trained: Sequence[Tensor]) -> bool:
+    """Return whether a hook waits for the gradient of a tensor, or all gradients together are large."""
+    is_hooked = any(x.is_leaf and x._post_accumulate_grad_hooks for x in trained)
+    return is_hooked or sum(x.nbytes for x in trained) > MOST_BYTES
 
 
 def _ranks_wait() -> bool:

@@ -13,6 +13,7 @@ from fp8pass.base.errors import Fp8Error, warn_once
 from fp8pass.base.node_meta import GEMM
 from fp8pass.compiler import order
 from fp8pass.compiler.cache_keys import sources_hash
+from fp8pass.compiler.cuda_graphs import NoteCompiled
 from fp8pass.compiler.run_passes import run_all, verifier
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Body, MatmulChoice
@@ -63,6 +64,8 @@ class JointPasses(CustomGraphPass):
         """True if a checkpoint around the graph runs its whole forward once more."""
         self.gradients: list[GradientOf | None] = []
         """What each output of the latest graph is the gradient of."""
+        self.note: NoteCompiled | None = None
+        """Notes the compiled code of a function that is recorded with others in a CUDA graph; None for other graphs."""
         self.parts = 0
         self.timing = Timing("") if timing is None else timing
 

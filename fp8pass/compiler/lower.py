@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx
 
 from fp8pass.base._torch import context_of_one_graph
 from fp8pass.compiler.bodies import lower_bodies
+from fp8pass.compiler.cuda_graphs import DEVICE_TYPE, Recorder
 from fp8pass.compiler.eager import lower_eager
 from fp8pass.compiler.faults import Later, lowering_functions
 from fp8pass.compiler.joint_passes import JointPasses, warn_if_nothing
@@ -40,6 +42,7 @@ def lower(
     if wants_only_verdicts():
         with_lowering = find_verdicts
     report = Report()
+    recorder = Recorder(annotation, inputs) if annotation.bodies and _records(config, inputs) else None
 
     def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         body = annotation.bodies.get(name)
@@ -52,6 +55,7 @@ def lower(
         joint_passes = JointPasses(
             config, annotation.choices, part_dump, annotation.is_update, attempt, body, report, timing
         )
+        joint_passes.note = None if recorder is None else functools.partial(recorder.note, name, title)
         # Dynamo compiles a graph in its first call, so the region that runs now is the one around the graph
         joint_passes.is_repeated = (around := checkpointed_region()) is not None and around[1] is RegionPass.FIRST
         with timing.counting("tracing"), context_of_one_graph():
@@ -65,12 +69,20 @@ def lower(
         if annotation.bodies:
             with lowering_functions():
                 joins = torch.is_grad_enabled() and not (annotation.is_update or config.update_in_backward)
-                compiled = lower_bodies(annotation, inputs, compile_one, joins)
+                inputs = inputs if recorder is None else recorder.moved(inputs)
+                compiled = lower_bodies(annotation, inputs, compile_one, joins, recorder)
+                compiled = compiled if recorder is None else recorder.taking(compiled)
         else:
             compiled = compile_one("", annotation.module, inputs)
     if attempt.form == "fp8":
         warn_if_nothing(annotation.choices, report)
     return compiled
+
+
+def _records(config: Config, inputs: list[Any]) -> bool:
+    """Return whether CUDA graphs are recorded of a graph with these examples of inputs."""
+    on_gpu = any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in inputs)
+    return config.records_graphs and config.lowering == "inductor" and on_gpu and not wants_only_verdicts()
 
 
 _CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"

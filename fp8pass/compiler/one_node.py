@@ -13,104 +13,47 @@ than compute: its outputs are views of its inputs, for example.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fp8pass.base._torch import coerce_to_expected_memory_format, keeps_graph, without_autocast
+from fp8pass.compiler.cuda_graphs import Boxed, Recorder
+from fp8pass.compiler.line import Line
 
 MOST_BYTES = 1 << 30
 """The most bytes of gradients that one node hands over at its end."""
 
 
-@dataclass(frozen=True)
-class _Op:
-    """A call of a function, or the split of a state tensor.
+def one_node_of(
+    line: Line, functions: Mapping[str, Any], attributes: Sequence[Any] = (), recorder: Recorder | None = None
+) -> OneNode:
+    """Return the line as one node. Raises `Other` if it can't be one.
 
-    function: its name. inputs: slots of the arguments. first, count: slots of the results. frees: slots that no later
-    op reads. split: the sizes and the dimension of a split; None for a call.
+    functions: by name, the class that AOTAutograd has made of each, whose backward is compiled, or the function itself
+    if nothing in it has gradients. attributes, recorder: see `OneNode`.
     """
-
-    function: str
-    inputs: tuple[int, ...]
-    first: int
-    count: int
-    frees: tuple[int, ...]
-    split: tuple[list[int], int] | None = None
-
-
-class Line(NamedTuple):
-    """The ops of a graph in order. slots: of all its values; the graph's inputs come first. outputs: slots."""
-
-    ops: list[_Op]
-    slots: int
-    outputs: tuple[int, ...]
-
-
-def one_node_of(line: Line, functions: Mapping[str, Any]) -> OneNode | None:
-    """Return the line as one node, once all functions are compiled; None before. Raises `Other` if it can't be one.
-
-    functions: the class that AOTAutograd has made of each, or the function itself if nothing in it has gradients, by
-    name; None before it has run.
-    """
-    if any(f is None or getattr(f, "compiled_bw", f) is None for f in functions.values()):
-        return None
     ops = {op.function: op for op in line.ops if op.split is None}
-    return OneNode(
-        line,
-        {
-            name: _Body(f, len(ops[name].inputs), ops[name].count) if hasattr(f, "compiled_bw") else _Constant(f)
-            for name, f in functions.items()
-        },
-    )
+    bodies = {
+        name: _Body(f, len(ops[name].inputs), ops[name].count) if hasattr(f, "compiled_bw") else _Constant(f)
+        for name, f in functions.items()
+    }
+    return OneNode(line, bodies, attributes, recorder)
 
 
-def line_of(graph: fx.Graph) -> Line | None:
-    """Return the ops of a graph of calls; None if it has others, or returns an input, or anything twice."""
-    slots: dict[Any, int] = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    inputs = used = len(slots)
-    firsts: dict[Any, int] = {}
-    planned: list[tuple[fx.Node, tuple[int, ...], int, int]] = []
-    for node in graph.nodes:
-        args: Any = node.args
-        if node.op in ("placeholder", "output"):
-            continue
-        if node.target is operator.getitem and args[0] in firsts:
-            slots[node] = firsts[args[0]] + args[1]
-            continue
-        is_split = node.target is torch.split_with_sizes
-        read = args[:1] if is_split else args
-        if not (is_split or node.op == "call_module") or not all(n in slots for n in read):
-            return None
-        indices: list[Any] = [user.args[1] for user in node.users]
-        count = len(args[1]) if is_split else 1 + max(indices, default=-1)
-        planned.append((node, tuple(slots[n] for n in read), used, count))
-        firsts[node] = used
-        used += count
-    results: Any = graph.output_node().args[0]
-    if not isinstance(results, tuple) or not all(n in slots for n in results):
-        return None
-    outputs = tuple(slots[n] for n in results)
-    if len({*outputs}) < len(outputs) or min(outputs, default=0) < inputs:
-        return None
-    return Line(list(_ops(planned, {*outputs})), used, outputs)
+def line_without_gradients(
+    line: Line, functions: Mapping[str, Callable[..., Any]], attributes: Sequence[Any], recorder: Recorder
+) -> Callable[..., Any]:
+    """Return what calls the functions of a graph that has no backward, recorded as a CUDA graph."""
+    node = OneNode(line, {name: _Constant(f) for name, f in functions.items()}, attributes, recorder)
 
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        return tuple(node.forward([*inputs, *attributes]))
 
-def _ops(planned: Sequence[tuple[fx.Node, tuple[int, ...], int, int]], kept: Set[int]) -> Iterator[_Op]:
-    """Yield the ops, with the slots that each frees. kept: slots to free in none."""
-    last: dict[int, int] = {}
-    for i, (_, read, first, count) in enumerate(planned):
-        last.update(dict.fromkeys((*read, *range(first, first + count)), i))
-    for i, (node, read, first, count) in enumerate(planned):
-        touched = dict.fromkeys((*read, *range(first, first + count)))
-        frees = tuple(slot for slot in touched if last[slot] == i and slot not in kept)
-        args: Any = node.args
-        is_call = node.op == "call_module"
-        yield _Op(str(node.target) if is_call else "", read, first, count, frees, None if is_call else args[1:3])
+    return run
 
 
 class _Body:
@@ -139,7 +82,7 @@ class _Body:
         outputs = [i for i, has_one in enumerate(has_tangent) if has_one]
         same = len(known.input_info) == arguments and known.num_forward_returns == results
         if does_more or not same or len(outputs) != len(known.subclass_tangent_meta):
-            raise Other
+            raise Other("one of its functions returns views of its inputs, or does more than compute")
         self.forward, self.backward = function.compiled_fw, function.compiled_bw
         self.donates = bool(known.bw_donated_idxs)
         formats = [meta.memory_format for meta in known.subclass_tangent_meta]
@@ -181,10 +124,21 @@ class Other(Exception):
 
 
 class OneNode:
-    """A line of calls whose functions are compiled. bodies: of the functions, by name."""
+    """A line of calls whose functions are compiled. bodies: of the functions, by name.
 
-    def __init__(self, line: Line, bodies: Mapping[str, _Body | _Constant]) -> None:
+    attributes: the tensors that the line takes after the graph's inputs. recorder: records forward and backward as CUDA
+    graphs; None to run them as they are.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        bodies: Mapping[str, _Body | _Constant],
+        attributes: Sequence[Any] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
         self.line = line
+        self.attributes = attributes
         self.bodies = [bodies.get(op.function) for op in line.ops]
         self.donates = any(body.donates for body in bodies.values())
         differentiable = {
@@ -195,15 +149,28 @@ class OneNode:
             if i not in body.not_differentiable
         }
         self.not_differentiable = [i for i, slot in enumerate(line.outputs) if slot not in differentiable]
+        self._recorder = recorder
+        self.forward = (
+            self._forward if recorder is None else recorder.forward(self._forward, line, bool(differentiable))
+        )
+        self._backwards: dict[tuple[bool, ...], Boxed] = {}
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the forward with the graph's inputs; return its outputs, which have one grad_fn."""
-        results: tuple[Any, ...] = _Node.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        results: tuple[Any, ...] = _Node.apply(self, *inputs, *self.attributes)  # type: ignore[no-untyped-call]
         return results
 
-    def forward(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-        """Return the outputs, and the tensors to save, with and without a check of their versions."""
-        slots = [*inputs, *[None] * (self.line.slots - len(inputs))]
+    @functools.cached_property
+    def checked(self) -> int:
+        """How many tensors are saved with a check of their versions, once the forward has run."""
+        return sum(body.counts[0] for body in self.bodies if isinstance(body, _Body))
+
+    def _forward(self, slots: list[Any]) -> list[Any]:
+        """Return the outputs, then the tensors to save, first those with a check of their versions. Empties `slots`.
+
+        slots: the inputs.
+        """
+        slots += [None] * (self.line.slots - len(slots))
         checked, unchecked = list[Tensor](), list[Tensor]()
         for op, body in zip(self.line.ops, self.bodies, strict=True):
             if body is None:
@@ -217,29 +184,44 @@ class OneNode:
                 del results, saved
             for i in op.frees:
                 slots[i] = None
-        return [slots[i] for i in self.line.outputs], checked, unchecked
+        outputs = [slots[i] for i in self.line.outputs]
+        slots.clear()
+        return [*outputs, *checked, *unchecked]
 
-    def backward(self, checked: list[Tensor], unchecked: list[Tensor], tangents: Sequence[Any]) -> dict[int, Tensor]:
-        """Return the gradients by slot; the first slots are the graph's inputs. Empties the lists."""
-        grads = {slot: g for slot, g in zip(self.line.outputs, tangents, strict=True) if g is not None}
-        if not grads:
-            return {}
+    def backward(self, saved: list[Tensor], tangents: Sequence[Any]) -> Sequence[Tensor | None]:
+        """Return the gradients of the inputs. Empties the list."""
+        given = tuple(g is not None for g in tangents)
+        if not any(given):
+            return [None] * self.line.inputs
+        if given not in self._backwards:
+            run = functools.partial(self._backward, given)
+            recorder = self._recorder
+            self._backwards[given] = run if recorder is None else recorder.backward(run, len(saved), sum(given))
+        saved += [g for g in tangents if g is not None]
+        return self._backwards[given](saved)
+
+    def _backward(self, given: Sequence[bool], args: list[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of the inputs. given: the outputs that have one. args: what is saved, and these."""
+        of_outputs = iter(_taken(args, sum(given)))
+        grads = {slot: next(of_outputs) for slot, is_given in zip(self.line.outputs, given, strict=True) if is_given}
         tangents_device = next(iter(grads.values())).device
+        checked, unchecked = args[: self.checked], args[self.checked :]
+        args.clear()
         for op, body in zip(reversed(self.line.ops), reversed(self.bodies), strict=True):
             if not isinstance(body, _Body):
                 continue
             saved = [*_taken(checked, body.counts[0]), *_taken(unchecked, body.counts[1])]
-            given = {i: g for i in body.tangents if (g := grads.pop(op.first + i, None)) is not None}
-            if not given:  # nothing that this call computes is differentiated
+            known = {i: g for i in body.tangents if (g := grads.pop(op.first + i, None)) is not None}
+            if not known:  # nothing that this call computes is differentiated
                 continue
             for i, memory_format in body.tangents.items():
-                g = given[i] if i in given else torch.zeros_like(body.likes[i], device=tangents_device)
+                g = known[i] if i in known else torch.zeros_like(body.likes[i], device=tangents_device)
                 saved.append(coerce_to_expected_memory_format(g, memory_format))
-            del given, g
+            del known, g
             for slot, g in zip(op.inputs, body.backward(saved), strict=True):
                 if g is not None:
                     grads[slot] = grads[slot] + g if slot in grads else g
-        return grads
+        return [grads.get(i) for i in range(self.line.inputs)]
 
 
 def _taken(saved: list[Tensor], count: int) -> list[Tensor]:
@@ -255,8 +237,11 @@ class _Node(torch.autograd.Function):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(ctx: Any, node: OneNode, *inputs: Any) -> Any:
         with without_autocast():
-            outputs, checked, unchecked = node.forward(inputs)
-        ctx.node, ctx.count = node, len(inputs)
+            results = node.forward([*inputs])
+        end = len(node.line.outputs)
+        outputs, checked, unchecked = results[:end], results[end : end + node.checked], results[end + node.checked :]
+        del results
+        ctx.node = node
         ctx.save_for_backward(*(x.detach() if x._is_view() else x for x in checked))
         ctx.unchecked = [x.detach() if x._is_view() else x for x in unchecked]
         ctx.mark_non_differentiable(*(x for i in node.not_differentiable if isinstance(x := outputs[i], Tensor)))
@@ -272,13 +257,12 @@ class _Node(torch.autograd.Function):
                 "This backward was compiled to overwrite what its forward has saved, so it runs once: call backward "
                 "without retain_graph=True, or set torch._functorch.config.donated_buffer = False before compiling"
             )
-        checked, unchecked = list(ctx.saved_tensors), list(ctx.unchecked)
+        saved = [*ctx.saved_tensors, *ctx.unchecked]
         if not keeps:
             ctx.maybe_clear_saved_tensors()
             ctx.unchecked = None
         with without_autocast(), torch.no_grad():
-            by_slot = ctx.node.backward(checked, unchecked, tangents)
-        grads = [by_slot.get(i) for i in range(ctx.count)]
+            grads = ctx.node.backward(saved, tangents)
         if torch.is_grad_enabled():  # create_graph=True
             return None, *_NotTwice.apply(torch.empty(0, requires_grad=True), *grads)  # type: ignore[no-untyped-call]
         return None, *grads

@@ -53,6 +53,8 @@ def lower_through_inductor(
                 compiled = later.lower(module, lower, op_by_op)
             else:
                 compiled = lower(module, joint_passes.attempt)
+        if joint_passes.note is not None:
+            joint_passes.note(module, compiled, part == "backward")
         dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
         return compiled
 
@@ -94,6 +96,9 @@ def _settings(
     if joint_passes.config.mode is not None:
         patches.update(list_mode_options(joint_passes.config.mode))
     caches = {}
+    if joint_passes.note is not None:
+        # AOTAutograd's cache would not say what the compiled code runs on and writes
+        patches["triton.cudagraphs"] = caches["enable_autograd_cache"] = False
     if cacheable is None:
         caches["enable_autograd_cache"] = False
     else:

@@ -32,6 +32,7 @@ def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRe
     ) -> CompiledUpdate:
         with tracing(context), torch.no_grad():
             annotation = annotated_update(module, key, config, attempt, dump, args, call)
+            annotation.written = frozenset(ref for ref in refs if isinstance(ref, int))
             run = lower(annotation, annotation.examples(args, call), config, dump, attempt)
             return CompiledUpdate(run, annotation.inputs)
 

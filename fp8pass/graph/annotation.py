@@ -112,7 +112,7 @@ class Annotation:
     for each `ScaleState` that the user wrote, the positions of its scale, amax_history, amax, step_ended and held.
     is_update: True for a graph that updates parameters. bodies: the functions that the graph consists of, by the names
     of their graphs; empty if it is in one piece. saved: verdicts on what `save_fp8` is for. weights: the calls of
-    linear layers.
+    linear layers. written: the positions of Dynamo's inputs that an update writes.
     """
 
     module: fx.GraphModule
@@ -126,6 +126,7 @@ class Annotation:
     bodies: dict[str, Body] = field(default_factory=dict)
     saved: list[SavedTensor] = field(default_factory=list)
     weights: list[WeightUse] = field(default_factory=list)
+    written: frozenset[int] = frozenset()
 
     @property
     def has_state(self) -> bool:
@@ -310,6 +311,11 @@ def _interpret(branch: fx.GraphModule, *args: Any) -> Any:
 def is_state_input(node: fx.Node) -> bool:
     """Return whether a node is an input that a pass has added to an annotated graph, or to a function of it."""
     return node.op == "placeholder" and node.meta.get(IS_STATE, False)
+
+
+def keeps_address(node: fx.Node) -> bool:
+    """Return whether an input of a graph has the same address in each call, as parameters and state have."""
+    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
 
 
 def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:

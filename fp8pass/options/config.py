@@ -237,15 +237,15 @@ class Config(Checked):
     lowering: str = field(default="inductor", metadata=names(*LOWERINGS).field)
     """"eager" runs the rewritten graphs op by op, to tell an error of fp8pass from one of Inductor."""
     compile_once: bool | None = field(default=None, metadata=(flag("True, False or None") | None).field)
-    """Compile equal layers of a graph once, as a function that is called with the parameters and state of each. None:
-    unless CUDA graphs are recorded, as `mode="reduce-overhead"` does, of which each layer would need its own."""
+    """Compile equal layers of a graph once, as a function that is called with the parameters and state of each. None
+    for yes, unless `mode` records CUDA graphs while `update_in_backward` waits for the gradients of each layer."""
     dump_dir: str | None = field(default=None, metadata=(PATH | None).field)
     """Folder for a dump of every graph before and after every pass."""
 
     @property
     def compiles_once(self) -> bool:
         """True if equal layers are compiled once."""
-        return not self.records_graphs if self.compile_once is None else self.compile_once
+        return not (self.records_graphs and self.update_in_backward) if self.compile_once is None else self.compile_once
 
     @property
     def records_graphs(self) -> bool:

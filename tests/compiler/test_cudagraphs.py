@@ -58,9 +58,18 @@ def test_inductor_finds_no_reason_against_those_of_a_whole_step(model: str, para
         assert len(graph["mutated"]) >= parameters + 3 * parameters + 2 * layers + 2
 
 
-def whole_step(model: nn.Module, **options: Any) -> Any:
+def test_nothing_stands_against_those_of_layers_that_are_compiled_once() -> None:
+    """Forward and backward, and the update, are recorded across the functions; Inductor records none of these."""
+    layers, update = pretend("recorded")
+    for graph, moving in (layers, 1), (update, 4 * 12 + 1):  # the batch; gradients, and the learning rate
+        assert graph["refusal"] == "" and graph["written"]
+        assert set(graph["written"]) <= set(graph["static"])
+        assert len(set(graph["inputs"]) - set(graph["static"])) == moving
+
+
+def whole_step(model: nn.Module, rate: float | Tensor = 1e-2, **options: Any) -> Any:
     """Return a decorated step that updates the model by AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
     @fp8pass.train_step(skip_nonfinite=True, **{"min_speedup": 0, **options})
     def step(x: Tensor) -> Tensor:
@@ -180,13 +189,20 @@ def same_with_and_without_graphs(results: Callable[..., list[Tensor]]) -> list[T
     return graphs
 
 
+def layers(n: int, seed: int = 0) -> nn.Module:
+    """Return layers, on the GPU; three or more are compiled once."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(n))).to(BF16).cuda()
+
+
 @pytest.mark.gpu
-def test_steps_under_cuda_graphs_are_those_without() -> None:
+@pytest.mark.parametrize("n", [1, 4])
+def test_steps_under_cuda_graphs_are_those_without(n: int) -> None:
     """Two instances of a graph, with evaluation in between, give the same bits with and without CUDA graphs."""
 
     def results(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()
-        models = [make(Block, BF16, seed).cuda() for seed in (0, 1)]
+        models = [layers(n, seed) for seed in (0, 1)]
         runs: list[Callable[..., Any]] = [
             compiled(m, lowering="inductor", strict=True, min_speedup=0, **options) for m in models
         ]
@@ -209,15 +225,23 @@ def test_steps_under_cuda_graphs_are_those_without() -> None:
 
 
 @pytest.mark.gpu
-def test_whole_steps_under_cuda_graphs_are_those_without() -> None:
+@pytest.mark.parametrize("rate_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("n", [1, 12])
+def test_whole_steps_under_cuda_graphs_are_those_without(n: int, rate_on: str) -> None:
+    """Scales roll in each step, the gradients of one are infinite, and the learning rate changes."""
+
     def results(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()
-        model = make(Block, BF16).cuda()
-        step = whole_step(model, **options)
+        model, rate = layers(n), torch.tensor(1e-2, device=rate_on)
+        step = whole_step(model, rate, **options)
         losses = []
-        for batch in batches(20, 16, 32, dtype=BF16):
+        for i, batch in enumerate(batches(20, 16, 32, dtype=BF16)):
+            if i == 12:
+                batch[0, 0] = float("inf")
+                rate.mul_(0.5)
             torch.compiler.cudagraph_mark_step_begin()
-            losses.append(step(batch.cuda()).clone())
+            losses.append(step(batch.cuda()).nan_to_num())
+        assert step.skipped == 1
         return [*losses, *(p.detach().clone() for p in model.parameters())]
 
     same_with_and_without_graphs(results)

@@ -27,6 +27,11 @@ from torch._inductor.graph import GraphLowering
 
 import fp8pass
 from fp8pass.base import scaling
+from fp8pass.base._torch import CompiledFxGraph
+from fp8pass.compiler import lower
+from fp8pass.compiler.cuda_graphs import Recorder
+from fp8pass.compiler.line import Line, line_of
+from fp8pass.graph.annotation import Annotation
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect import inspector
 from fp8pass.inspect import process as inspect_process
@@ -318,7 +323,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     what: "passes", "plain", "inspect", "dropped", "parts"; "libraries", followed by a name of `LIBRARIES`; "epilogues"
     or "rules", followed by `which` of `on_gpu`; "experts", followed by the number of layers; "accumulating", followed by
     what; "slices", followed by which; "candidates" and an architecture, before a question about a model; "step" or a
-    recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
+    recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two. Or "recorded".
     """
     if what == "inspect":
         return inspection(gpu, *of)
@@ -332,6 +337,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return candidates(gpu, *of)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
+    if what == "recorded":
+        return recorded(gpu, *of)
     if what == "accumulating":
         return accumulating(gpu, *of)
     if what == "slices":
@@ -430,6 +437,65 @@ def cudagraphs(gpu: FakeCuda, what: str, of: str) -> list[dict[str, Any]]:
     placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
     """
     return [graph.decided for graph in graphs(gpu, what, of)]
+
+
+def recorded(gpu: FakeCuda) -> list[dict[str, Any]]:
+    """Return what is decided about CUDA graphs of a step whose layers, and their updates, are compiled once.
+
+    refusal: why none is recorded; inputs: all; written, static: those that are written, and that keep their addresses.
+    """
+    from tests.helpers.models import Block
+
+    lowerings: list[GraphLowering] = []
+    recorders: list[tuple[Recorder, Line]] = []
+
+    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **kwargs: Any) -> Any:
+        assert not kwargs["cudagraphs"]  # Inductor's own
+        generated = gpu.generate(module, inputs, is_backward)
+        lowerings.append(generated.lowering)
+        return returns(generated.outputs)
+
+    class Noting(Recorder):
+        def __init__(self, annotation: Annotation, inputs: Sequence[Any]) -> None:
+            super().__init__(annotation, inputs)
+            line = line_of(annotation.module.graph)
+            assert line is not None
+            recorders.append((self, line))
+
+        def note(self, name: str, title: str, module: fx.GraphModule, compiled: Any, is_backward: bool) -> None:
+            compiled = CompiledFxGraph.__new__(CompiledFxGraph)
+            compiled.compiled_fn_runner = None
+            for field in ("device_types", "device_idxs", "mutated_input_idxs"):
+                setattr(compiled, field, getattr(lowerings[-1], field))
+            super().note(name, title, module, compiled, is_backward)
+
+        def accepts(self, line: Any, trains: bool) -> bool:
+            super().accepts(line, trains)
+            return False
+
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Block(256, 512) for _ in range(12))).bfloat16()
+    x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    options: dict[str, Any] = {"min_speedup": 0, "target": "sm_90", "strict": True, "mode": "reduce-overhead"}
+
+    @fp8pass.train_step(skip_nonfinite=True, **options)
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with mock.patch.multiple(lower, Recorder=Noting, _records=lambda *_: True), gpu.compiles(inner):
+        step(x)
+    return [_recorder_decided(*recorder) for recorder in recorders]
+
+
+def _recorder_decided(recorder: Recorder, line: Line) -> dict[str, Any]:
+    recorder.accepts(line, trains=bool(line.outputs))
+    names = [*recorder._names, *line.attributes]
+    chosen = {"written": line.written(recorder._written), "static": recorder._all_static(line)}
+    found = {key: [names[i] for i in indices] for key, indices in chosen.items()}
+    return {"refusal": recorder._refusal, "inputs": names, **found}
 
 
 def _step_twice(model: nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:

@@ -125,10 +125,11 @@ def test_layers_are_found_in_checkpointed_regions() -> None:
     assert [len(found) for found in layers_of(model)] == [3]
 
 
-def test_the_option_and_modes_with_cuda_graphs_turn_it_off() -> None:
+def test_the_option_turns_it_off_and_cuda_graphs_with_updates_in_the_backward() -> None:
     model = make(lambda: Transformer(layers=3))
     assert layers_of(model, compile_once=False) == []
-    assert layers_of(model, mode="reduce-overhead") == []
+    assert layers_of(model, mode="reduce-overhead") != []
+    assert layers_of(model, mode="reduce-overhead", update_in_backward=True) == []
     assert layers_of(model, mode="max-autotune-no-cudagraphs") != []
     assert layers_of(model, mode="reduce-overhead", compile_once=True) != []
 
