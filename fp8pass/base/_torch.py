@@ -35,7 +35,7 @@ with required_names():
     from torch._dynamo.backends.distributed import DDPOptimizer
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.code_context import code_context
-    from torch._dynamo.convert_frame import ConvertFrame, output_codes
+    from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame, output_codes
     from torch._dynamo.eval_frame import OptimizeContext, innermost_backend, skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
@@ -291,17 +291,19 @@ def leave_op_by_op(is_left: Callable[[CodeType], bool]) -> None:
 
 def leave_steps_op_by_op(is_left: Callable[[torch.optim.Optimizer], bool]) -> None:
     """Run the steps of optimizers for which `is_left` is true op by op, with all that they call, from now on."""
-    compile_frame = ConvertFrame.__call__
+    catch_errors = CatchErrorsWrapper.__call__
     step: Any = torch.optim.Optimizer.profile_hook_step(len)  # all steps are wrapped in functions of this code
+    skipped = ConvertFrameReturn(
+        frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False
+    )
 
-    def compile_or_leave(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
+    # what Dynamo calls first, since it asks again at every step
+    def compile_or_leave(self: CatchErrorsWrapper, frame: Any, *args: Any, **kwargs: Any) -> Any:
         if frame.f_code is step.__code__ and is_left(frame.f_locals["args"][0]):
-            return ConvertFrameReturn(
-                frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False
-            )
-        return compile_frame(self, frame, *args, **kwargs)
+            return skipped
+        return catch_errors(self, frame, *args, **kwargs)
 
-    ConvertFrame.__call__ = compile_or_leave  # type: ignore[method-assign]
+    CatchErrorsWrapper.__call__ = compile_or_leave  # type: ignore[method-assign]
 
 
 def context_of(code: CodeType) -> dict[str, Any]:
@@ -623,6 +625,11 @@ def without_autocast() -> contextlib.AbstractContextManager[Any]:
 def keeps_graph() -> bool:
     """Return whether the backward that runs now was called with `retain_graph=True`."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def without_switch(function: Any) -> Any:
+    """Return a compiled function without what turns Dynamo off around it, for callers around which it is off."""
+    return eval_frame.innermost_fn(function)
 
 
 def function_class(x: torch.Tensor) -> Any:

@@ -40,7 +40,7 @@ def lower_bodies(
     """
     compiler = _Compiler(annotation.module, compile_body, detect_fake_mode(inputs))
     compiler.run(*as_fakes(inputs))
-    line = line_of(annotation.module.graph) if joins or recorder is not None else None
+    line = line_of(annotation.module.graph)
     if line is None:
         if recorder is not None:
             recorder.refuse("it returns an input, or one result twice, or computes something outside of its layers")
@@ -48,8 +48,8 @@ def lower_bodies(
     attributes = [getattr(annotation.module, name) for name in line.attributes]
     if joins:
         return LineOfCalls(annotation, compiler, line, attributes, recorder)
-    if recorder is None or not recorder.accepts(line, trains=False):
-        return _line_of_calls(annotation.module, compiler.compiled)
+    if recorder is not None and not recorder.accepts(line, trains=False):
+        recorder = None
     return line_without_gradients(line, compiler.compiled, attributes, recorder)
 
 

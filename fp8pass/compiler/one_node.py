@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fp8pass.base._torch import coerce_to_expected_memory_format, keeps_graph, without_autocast
+from fp8pass.base._torch import coerce_to_expected_memory_format, keeps_graph, without_autocast, without_switch
 from fp8pass.compiler.cuda_graphs import Boxed, Recorder
 from fp8pass.compiler.line import Line
 
@@ -45,9 +45,9 @@ def one_node_of(
 
 
 def line_without_gradients(
-    line: Line, functions: Mapping[str, Callable[..., Any]], attributes: Sequence[Any], recorder: Recorder
+    line: Line, functions: Mapping[str, Callable[..., Any]], attributes: Sequence[Any], recorder: Recorder | None
 ) -> Callable[..., Any]:
-    """Return what calls the functions of a graph that has no backward, recorded as a CUDA graph."""
+    """Return what calls the functions of a graph that has no backward. attributes, recorder: see `OneNode`."""
     node = OneNode(line, {name: _Constant(f) for name, f in functions.items()}, attributes, recorder)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class _Body:
         same = len(known.input_info) == arguments and known.num_forward_returns == results
         if does_more or not same or len(outputs) != len(known.subclass_tangent_meta):
             raise Other("one of its functions returns views of its inputs, or does more than compute")
-        self.forward, self.backward = function.compiled_fw, function.compiled_bw
+        self.forward, self.backward = without_switch(function.compiled_fw), without_switch(function.compiled_bw)
         self.donates = bool(known.bw_donated_idxs)
         formats = [meta.memory_format for meta in known.subclass_tangent_meta]
         self.tangents = dict(zip(outputs, formats, strict=True))
@@ -112,7 +112,7 @@ class _Constant:
     tangents: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+        self.function = without_switch(function)
 
     def run(self, arguments: list[Any]) -> Any:
         """Run the function; return its results, and nothing to save."""

@@ -60,9 +60,11 @@ def overshoots(history: Tensor, rows: int, algo: object, margin: int) -> Tensor:
 
     history: f32[H, T], the newest at row 0. rows: how many of the amaxes count. 0 for slots without an older amax.
     """
-    # the largest of all older ones; of a function, which may return less, it is a bound
-    of_history = history if algo == "most_recent" else history.flip(0).cummax(0).values.flip(0)
-    newest, older = history[:rows], of_history[1 : rows + 1]
+    newest, older = history[:rows], history[1 : rows + 1]
+    if algo != "most_recent":
+        # the largest of all older ones; of a function, which may return less, it is a bound
+        oldest_first = torch.stack([history[rows:].amax(0), *reversed(older[:-1].unbind())])
+        older = oldest_first.cummax(0).values.flip(0)
     ratio = newest / older / 2**margin
     return torch.where((older > 0) & torch.isfinite(ratio), ratio, 0).amax(0)
 

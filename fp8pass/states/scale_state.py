@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,14 @@ class ScaleState(nn.Module):
     fp8_max: Tensor
     step_ended: Tensor
     held: Tensor
+
+    was_made: ClassVar[bool] = False
+    """True once the process has made one."""
+
+    def __new__(cls, *_: Any, **__: Any) -> ScaleState:
+        """Note that there is one, also where it is unpickled."""
+        ScaleState.was_made = True
+        return super().__new__(cls)
 
     def __init__(
         self,

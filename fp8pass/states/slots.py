@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8pass.base import scaling
 from fp8pass.options.config import Reduction
@@ -115,7 +115,7 @@ class SlotTable:
 class InstanceState:
     """The state of one instance for one slot table: owns the tensors.
 
-    Only this file writes the fields, except `derived` and `counted`.
+    Only this file writes the fields, except `owners`, `derived` and `counted`.
     """
 
     table: SlotTable
@@ -145,6 +145,8 @@ class InstanceState:
     """A copy on the device of each value that `held` has had."""
     recompute_buffers: SlotTensors | None = None
     """The buffers that `for_repetition` returns; None until it is called."""
+    owners: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Modules that the tensors of the instance are known to belong to."""
     derived: dict[Hashable, Any] = field(default_factory=dict)
     """Tensors that graphs' inputs have computed from the state and the parameters; each input has its own key."""
     counted: Any = None
@@ -179,6 +181,16 @@ class InstanceState:
     def owned_ids(self) -> tuple[int, ...]:
         """The ids of the tensors of the instance, valid while it exists."""
         return tuple(map(id, self.owned_tensors()))
+
+    @functools.cached_property
+    def graph_key(self) -> Hashable:
+        """The key of a graph and its instance."""
+        return (self.table.names, self.table.code, *self.owned_ids)
+
+    @functools.cached_property
+    def all_keys(self) -> frozenset[Hashable]:
+        """The keys of the slots and of the graph."""
+        return frozenset({*self.keys, self.graph_key})
 
     def owned_tensors(self) -> list[Tensor | None]:
         """Return the tensors of the instance, with None for those that no longer exist."""

@@ -16,7 +16,7 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,9 +46,21 @@ from fp8pass.states.slots import InstanceState, registry
 # eq=False: steps are compared by identity, as `_accumulations.remove` does
 @dataclass(eq=False)
 class _Step:
-    """Several forwards that are one step. begun: keys of the slots, and of graphs of instances, that have begun it."""
+    """Several forwards that are one step. begun: keys of the slots, and of graphs of instances, that have begun it.
+
+    entire: states that have begun it with all their slots, whose keys are not in `begun`: each step begins so.
+    """
 
     begun: set[Hashable] = field(default_factory=set)
+    entire: list[InstanceState] = field(default_factory=list)
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether a slot, or a graph of an instance, has begun the step."""
+        return key in self.begun or any(key in state.all_keys for state in self.entire)
+
+    def has_any(self, keys: Set[Hashable]) -> bool:
+        """Return whether one of several has begun the step."""
+        return not self.begun.isdisjoint(keys) or any(not s.all_keys.isdisjoint(keys) for s in self.entire)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,6 +70,15 @@ class _Accumulation(_Step):
     module: nn.Module
     owned: set[int] = field(default_factory=set)
     foreign: set[int] = field(default_factory=set)
+
+    def covers(self, state: InstanceState) -> bool:
+        """Return whether all tensors of an instance belong to the module; once they do, without a walk."""
+        if self.module in state.owners:
+            return True
+        if not self.owns(*state.owned_ids):
+            return False
+        state.owners.add(self.module)
+        return True
 
     def owns(self, *tensors: int) -> bool:
         """Return whether the tensors with these ids belong to the module, whose first forward may make new ones."""
@@ -83,9 +104,10 @@ class _PipelineStep(_Step):
         The newest microbatch may call several graphs without ending the step. chunks: number of microbatches; if it is
         1, the next step begins when a graph is called that the step has had already.
         """
-        is_newest = microbatch == self.newest and not (chunks == 1 and graph in self.begun)
+        is_newest = microbatch == self.newest and not (chunks == 1 and self.has(graph))
         if microbatch in self.microbatches and not is_newest:
             self.begun.clear()
+            self.entire.clear()
             self.microbatches.clear()
         self.microbatches.add(microbatch)
         self.newest = microbatch
@@ -115,7 +137,8 @@ def accumulate(module: Any) -> Iterator[None]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
     accumulation = _Accumulation(module=module)
-    scale_states = [m for m in modules_of(module) if isinstance(m, ScaleState)]
+    # a walk takes long, and few programs have any
+    scale_states = [m for m in modules_of(module) if isinstance(m, ScaleState)] if ScaleState.was_made else []
     with ExitStack() as stack:
         for scale_state in scale_states:
             stack.enter_context(_holding(scale_state))
@@ -172,12 +195,20 @@ def begin_step(state: InstanceState) -> None:
         state.tracker.await_backward(holds and not goes_on)
         begins(state)
         return
+    whole = _covering(state, step)
+    if whole is not None and not whole.has_any(state.all_keys):
+        state.hold_all(holds)
+        if not holds:
+            state.begin_step(joins=any(whole.has(s.graph_key) for s in state.neighbours))
+        whole.entire.append(state)
+        begins(state)
+        return
     # held: all slots if the step continues, otherwise those that have begun the step already, in this or another graph
     slots, graph = _covered(state, step)
-    state.hold([holds or (around is not None and key in around.begun) for key, around in slots])
+    state.hold([holds or (around is not None and around.has(key)) for key, around in slots])
     key, around = graph
-    if not holds and (around is None or key not in around.begun):
-        state.begin_step(joins=around is not None and any(_key(s) in around.begun for s in state.neighbours))
+    if not holds and (around is None or not around.has(key)):
+        state.begin_step(joins=around is not None and any(around.has(s.graph_key) for s in state.neighbours))
     _begin(slots, graph)
     begins(state)
 
@@ -203,21 +234,24 @@ def _covered(state: InstanceState, otherwise: _Step | None = None) -> tuple[list
     `otherwise` is used where no accumulation covers the slot or the graph.
     """
     ids, around = state.owned_ids, list(_accumulations)  # a copy: other threads may end theirs
-    whole = next((a for a in around if a.owns(*ids)), otherwise)
+    whole = next((a for a in around if a.covers(state)), otherwise)
     # the context that was entered first decides: if it owns the whole instance, it covers every slot
     if not around or whole is around[0]:
-        return [(key, whole) for key in state.keys], (_key(state), whole)
+        return [(key, whole) for key in state.keys], (state.graph_key, whole)
     anchors = zip(state.keys, state.table.anchors, strict=True)
     slots: list[_Covered] = [
         (key, whole if anchor < 0 else next((a for a in around if a.owns(ids[anchor])), otherwise))
         for key, anchor in anchors
     ]
-    return slots, (_key(state), whole)
+    return slots, (state.graph_key, whole)
 
 
-def _key(state: InstanceState) -> Hashable:
-    """Return the key of a graph and its instance."""
-    return (state.table.names, state.table.code, *state.owned_ids)
+def _covering(state: InstanceState, otherwise: _Step | None) -> _Step | None:
+    """Return the step that covers every slot: of the outermost accumulation, or `otherwise` if there is none."""
+    around = list(_accumulations)
+    if not around:
+        return otherwise
+    return around[0] if around[0].covers(state) else None
 
 
 def _step_of_pipeline(call: PipelineCall | None, state: InstanceState) -> _PipelineStep | None:
@@ -227,7 +261,7 @@ def _step_of_pipeline(call: PipelineCall | None, state: InstanceState) -> _Pipel
         return None
     state.tracker.enter(call.stage.stage_index, call.has_rank_of_its_own)
     step = _pipeline_steps.setdefault(call.stage, _PipelineStep())
-    step.take(call.microbatch, _key(state), call.stage.chunks)
+    step.take(call.microbatch, state.graph_key, call.stage.chunks)
     return step
 
 

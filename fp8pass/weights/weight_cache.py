@@ -9,6 +9,7 @@ steps that no update has prepared, because their scale may be another one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Hashable, MutableMapping, Sequence
@@ -61,6 +62,14 @@ class CachedWeight:
     table: int = -1
     slot: int = -1
 
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: each step looks up every weight."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.positions, self.stored, self.by_itself, self.table, self.slot))
+
     @property
     def fields(self) -> tuple[str, ...]:
         """The tensors of a `WeightCopy` that are inputs: also its scales, if these are not an input for all slots."""
@@ -102,14 +111,14 @@ class CachedWeightInput:
         return tensor
 
     def _fresh(self, call: Call) -> WeightCopy:
-        c, parts, begins = self.weight, self.weight.parts(call), not call.repeats
+        c, begins = self.weight, not call.repeats
         weight: WeightCopy
         if c.by_itself is None:
             state = call.states[c.table]
-            weight = _with_slot(c, parts, state)
+            weight = _with_slot(c, call, state)
             begins = begins and not state.holds(c.slot)
         else:
-            weight = _by_itself(c, parts, call.states, self.held)
+            weight = _by_itself(c, c.parts(call), call.states, self.held)
         if begins:  # before the question whether the copy is fresh, which depends on the step
             weight.begin_step()
         if not weight.is_fresh():
@@ -117,10 +126,11 @@ class CachedWeightInput:
         return weight
 
 
-def _with_slot(c: CachedWeight, parts: Sequence[Tensor], state: InstanceState) -> DelayedWeight:
+def _with_slot(c: CachedWeight, call: Call, state: InstanceState) -> DelayedWeight:
     index = c.slot - state.table.n_forward
     weight: DelayedWeight | None = state.derived.get(c)
     if weight is None:
+        parts = c.parts(call)
         key = (state.keys[c.slot], *map(id, parts))
         shared = _shared(key, parts)
         weight = shared if isinstance(shared, DelayedWeight) else DelayedWeight(parts, c.stored, state, index)

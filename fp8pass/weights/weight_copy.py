@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fp8pass.base import scaling
 from fp8pass.quant import ops
@@ -31,6 +32,8 @@ class WeightCopy(ABC):
 
     def __init__(self, parts: Sequence[Tensor], stored: Sequence[str]) -> None:
         self._parts = tuple(map(weakref.ref, parts))
+        self._plain = None if len(parts) > 1 or isinstance(parts[0], DTensor) else self._parts[0]
+        """The only part, if it is a plain tensor, as most weights are."""
         self._made_of: int | None = None
         """The `_version_key` that the copy was made of; None if it is stale."""
         self._rows = [part_of(p).shape[0] for p in parts]
@@ -60,7 +63,7 @@ class WeightCopy(ABC):
     @property
     def is_gone(self) -> bool:
         """True if a parameter of the weight does not exist any more."""
-        return any(ref() is None for ref in self._parts)
+        return any(ref() is None for ref in self._parts) if self._plain is None else self._plain() is None
 
     def has_part(self, ids: Set[int]) -> bool:
         """Return whether a parameter of the weight has one of these ids."""
@@ -152,6 +155,9 @@ class WeightCopy(ABC):
 
         A number, and no tuples: each step asks for that of every weight.
         """
+        if self._plain is not None:
+            p = self._plain()
+            return 0 if p is None else p.data_ptr() << 64 | p._version << 32 | p._version
         key = 0
         for ref in self._parts:
             if (p := ref()) is not None:
