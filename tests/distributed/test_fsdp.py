@@ -23,6 +23,7 @@ from fp8pass.fsdp import Fp8Shard, GatheredWeight, enable_fp8_all_gather
 from fp8pass.quant.ops import amax_of_part, any_nonfinite
 from fp8pass.quant.sharded import groups_of
 from fp8pass.recipes import DelayedScaling
+from fp8pass.report.report import collect
 from tests.helpers.harness import verdicts
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import COMPILES_FSDP_IN_A_STEP, collectives, on_ranks
@@ -76,10 +77,15 @@ def scales_to_begin_with() -> dict[str, Tensor]:
 
 def trained(model: Any, forward: Callable[..., Any], whole: bool = False, clip: float = 1e9) -> dict[str, Any]:
     """Train on this rank's part of each batch, or on the whole batch; return global losses, final state and weights."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     travels = any(isinstance(getattr(p, "_local_tensor", None), Fp8Shard) for p in model.parameters())
     begin = {k: x for k, x in scales_to_begin_with().items() if not (travels and ".weight." in k)}
     fp8pass.state(model).load_state_dict(begin)
+    return _trained(model, forward, whole, clip)
+
+
+def _trained(model: Any, forward: Callable[..., Any], whole: bool = False, clip: float = 1e9) -> dict[str, Any]:
+    """Train as `trained` does, from a state without history."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for x in data():
         mine = x if whole else x.chunk(dist.get_world_size())[dist.get_rank()]
@@ -179,6 +185,28 @@ def in_fp8_as_a_whole() -> Any:
     shard(model)
     options: dict[str, Any] = {**OPTIONS, "filter": ["head"]}
     return trained(model, torch.compile(model, backend="fp8pass", options=options))
+
+
+class Equal(Model):
+    """Three equal blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__(48, 48, 48)
+
+
+@on_ranks(2)
+def of_equal_layers() -> Any:
+    """Shard a model as one group, so that its graph has all layers; return what is compiled once, and what differs."""
+    found = []
+    for compile_once in (True, False):
+        torch._dynamo.reset()
+        model = make(Equal)
+        fully_shard(model)
+        options: dict[str, Any] = {**OPTIONS, "filter": ["head"], "compile_once": compile_once}
+        with collect() as report:
+            result = _trained(model, torch.compile(model, backend="fp8pass", options=options))
+        found.append((report.notes, result))
+    return found
 
 
 @on_ranks(2, variant=True)
@@ -502,6 +530,13 @@ def test_losses_are_those_of_one_process_and_scales_those_of_all_ranks(how: Any)
     torch.testing.assert_close(first["losses"], reference["losses"], rtol=all_steps, atol=0)
     torch.testing.assert_close(first["norm"], reference["norm"], rtol=0.1, atol=0)
     assert first["steps"] == reference["steps"] == STEPS + 1
+
+
+def test_layers_of_one_group_are_compiled_once() -> None:
+    """Losses, weights and scales are those of the graph in one piece, to the bit. The first block reads the batch."""
+    for once, whole in of_equal_layers():
+        assert once[0] == ["2 equal layers, blocks.1 to blocks.2, are compiled once"] and whole[0] == []
+        torch.testing.assert_close(once[1], whole[1], rtol=0, atol=0)
 
 
 def test_weights_travel_as_bytes() -> None:
