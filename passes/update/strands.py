@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,6 +69,8 @@ class Strands:
         self._attributes: dict[str, fx.Node] = {}
         self._same: dict[Value, Value] = {}
         """{the result of an op in place: the tensor that it has written}."""
+        self._groups = UnionFind()
+        """The large tensors that are computed from each other."""
         self._roots: dict[Value, frozenset[Value]] = {}
         self._scalars: dict[Value, bool] = {}
         self.elements = [e for node in graph.nodes for e in self._elements(node)]
@@ -143,47 +145,58 @@ class Strands:
     # Owners
 
     def _find_owners(self) -> None:
-        groups = UnionFind()
+        numbers = self._numbers()
         for e in self.elements:
-            large = [v for v in (*e.reads, e.result) if not self._is_scalar(v) and not _is_vector(v)]
-            groups.union(*(self._same.get(v, v) for v in large))
-        # a strand has a tensor of Dynamo's; others, such as the amaxes of a state, are shared
-        numbers: dict[Value, int] = {}
-        for e in self.elements:
-            for v in (*e.reads, *e.writes):
-                if _is_of_dynamo(v) and not self._is_scalar(v):
-                    numbers.setdefault(groups[v], len(numbers))
-        reached: dict[Value, set[int]] = {}
-        for e in self.elements:
-            at = next((groups[v] for v in e.reads if not self._is_scalar(v) and not _is_vector(v)), None)
-            if at in numbers:
-                e.owner = numbers[at]
-                for v in e.reads:
-                    if self._is_scalar(v):
-                        reached.setdefault(v, set()).add(e.owner)
-        # a number that a single strand reads, such as the step of Adam, belongs to it
-        for e in reversed(self.elements):
-            if e.owner != SHARED or e.rows:
-                continue
-            result = self._same.get(e.result, e.result)
-            into: set[int] = set().union(*(reached.get(v, set()) for v in (result, *e.writes)))
-            scalar = all(map(self._is_scalar, e.reads)) and not _takes_a_list(e.result.node)
-            for v in e.reads:
-                reached.setdefault(v, set()).update(into if scalar else {SHARED})
-        owners = {v: next(iter(to)) for v, to in reached.items() if len(to) == 1 and SHARED not in to}
+            at = next((self._groups[v] for v in filter(self._is_large, e.reads)), None)
+            e.owner = SHARED if at is None else numbers.get(at, SHARED)
+        owners = self._readers_of_numbers()
         makers = {e.result: e for e in self.elements}
         for e in self.elements:
             if is_by_row(e.result.node):
                 of = {makers[v].owner for v in e.reads if v in makers}
                 e.owner = of.pop() if len(of) == 1 else SHARED
+            elif e.owner == SHARED and _may_be_owned(e) and all(map(self._is_scalar, e.reads)):
+                e.owner = self._owner_of_number(e, owners)
+
+    def _numbers(self) -> dict[Value, int]:
+        """Return the number of each strand, by the root of what it computes: joins all large tensors that meet."""
+        for e in self.elements:
+            self._groups.union(*(self._same.get(v, v) for v in (*e.reads, e.result) if self._is_large(v)))
+        # a strand has a tensor of Dynamo's; others, such as the amaxes of a state, are shared
+        numbers: dict[Value, int] = {}
+        for v in (v for e in self.elements for v in (*e.reads, *e.writes)):
+            if _is_of_dynamo(v) and not self._is_scalar(v):
+                numbers.setdefault(self._groups[v], len(numbers))
+        return numbers
+
+    def _readers_of_numbers(self) -> dict[Value, int]:
+        """Return {number that a single strand reads, such as the step of Adam: that strand}."""
+        reached: dict[Value, set[int]] = {}
+        for e in self.elements:
+            for v in filter(self._is_scalar, e.reads if e.owner != SHARED else ()):
+                reached.setdefault(v, set()).add(e.owner)
+        for e in reversed(self.elements):
+            if e.owner != SHARED or e.rows:
                 continue
-            if e.owner == SHARED and not e.rows and not _takes_a_list(e.result.node):
-                # what nobody reads, such as a copy to restore, belongs to what it writes or reads
-                for values in ([self._same.get(e.result, e.result)], e.writes, e.reads):
-                    of = {owners[v] for v in values if v in owners}
-                    if len(of) == 1 and all(map(self._is_scalar, e.reads)):
-                        e.owner = owners[e.result] = of.pop()
-                        break
+            result = self._same.get(e.result, e.result)
+            into: set[int] = set().union(*(reached.get(v, set()) for v in (result, *e.writes)))
+            is_number = all(map(self._is_scalar, e.reads)) and not _takes_a_list(e.result.node)
+            for v in e.reads:
+                reached.setdefault(v, set()).update(into if is_number else {SHARED})
+        return {v: next(iter(to)) for v, to in reached.items() if len(to) == 1 and SHARED not in to}
+
+    def _owner_of_number(self, e: Element, owners: dict[Value, int]) -> int:
+        """Return the strand that a number belongs to, and note it in `owners`; SHARED if it belongs to none."""
+        # what nobody reads, such as a copy to restore, belongs to what it writes or reads
+        for values in ([self._same.get(e.result, e.result)], e.writes, e.reads):
+            of = {owners[v] for v in values if v in owners}
+            if len(of) == 1:
+                owners[e.result] = of.pop()
+                return owners[e.result]
+        return SHARED
+
+    def _is_large(self, value: Value) -> bool:
+        return not self._is_scalar(value) and not _is_vector(value)
 
     def _is_scalar(self, value: Value) -> bool:
         if value not in self._scalars:
@@ -206,31 +219,10 @@ class Strands:
     # Times
 
     def _order(self) -> None:
-        made: dict[Value, Element] = {}
-        writers: dict[Value, Element] = {}
-        readers: dict[Value, list[Element]] = {}
-        of_rows: dict[Value, list[Element]] = {}
+        accesses = _Accesses()
         for e in self.elements:
-            before = [made[v] for v in (*e.reads, *e.rows) if v in made]
             read = {root for v in (*e.reads, *e.rows) for root in self.roots(v)}
-            written = {root for v in e.writes for root in self.roots(v)}
-            if is_by_row(e.result.node):  # each has its own row: they need no order
-                before += [writers[root] for root in written if root in writers]
-                before += [reader for root in written for reader in readers.get(root, ())]
-                before += [row for root in written for row in of_rows.get(root, ()) if row.result.node != e.result.node]
-                e.before = list({id(b): b for b in before}.values())
-                for root in written:
-                    of_rows.setdefault(root, []).append(e)
-                continue
-            before += [row for root in (*read, *written) for row in of_rows.get(root, ())]
-            before += [writers[root] for root in (*read, *written) if root in writers]
-            before += [reader for root in written for reader in readers.get(root, ()) if reader is not e]
-            e.before = list({id(b): b for b in before}.values())
-            for root in written:
-                writers[root], readers[root] = e, []
-            for root in read - written:
-                readers.setdefault(root, []).append(e)
-            made[e.result] = e
+            accesses.add(e, read, {root for v in e.writes for root in self.roots(v)})
         for e in self.elements:
             e.time = max((b.time + _apart(b, e) for b in e.before), default=int(e.owner != SHARED))
         last = max((e.time for e in self.elements if e.owner != SHARED), default=1)
@@ -241,6 +233,41 @@ class Strands:
             for b in e.before:
                 latest[id(b)] = min(latest[id(b)], e.time - _apart(b, e))
         self.end = last + 1
+
+
+class _Accesses:
+    """Who has made each value, and has last written and since read each memory, by its root."""
+
+    def __init__(self) -> None:
+        self._made: dict[Value, Element] = {}
+        self._writers: dict[Value, Element] = {}
+        self._readers: dict[Value, list[Element]] = {}
+        self._of_rows: dict[Value, list[Element]] = {}
+        """The elements that have written a row of it."""
+
+    def add(self, e: Element, read: Set[Value], written: Set[Value]) -> None:
+        """Set what must run before the next element. read, written: the roots of what it reads and writes."""
+        before = [self._made[v] for v in (*e.reads, *e.rows) if v in self._made]
+        before += [reader for root in written for reader in self._readers.get(root, ()) if reader is not e]
+        if is_by_row(e.result.node):  # each has its own row: they need no order
+            before += [self._writers[root] for root in written if root in self._writers]
+            others = (row for root in written for row in self._of_rows.get(root, ()))
+            before += [row for row in others if row.result.node != e.result.node]
+            for root in written:
+                self._of_rows.setdefault(root, []).append(e)
+        else:
+            before += [row for root in (*read, *written) for row in self._of_rows.get(root, ())]
+            before += [self._writers[root] for root in (*read, *written) if root in self._writers]
+            for root in written:
+                self._writers[root], self._readers[root] = e, []
+            for root in read - written:
+                self._readers.setdefault(root, []).append(e)
+            self._made[e.result] = e
+        e.before = list({id(b): b for b in before}.values())
+
+
+def _may_be_owned(e: Element) -> bool:
+    return not e.rows and not _takes_a_list(e.result.node)
 
 
 def _apart(before: Element, after: Element) -> int:

@@ -284,6 +284,18 @@ FAULTS = (
         "A tensor that several layers read gets the gradient of the first of them alone.",
     ),
     Fault(
+        "strands that wait for nothing",
+        "return 1 if SHARED in (before.owner, after.owner) else 2",
+        "return 0",
+        "An update reads the norm of all gradients before it is computed.",
+    ),
+    Fault(
+        "a batch that keeps its address",
+        "if keeps_address(node) and i not in self._moved",
+        "if i not in self._moved",
+        "A CUDA graph is recorded again for each batch.",
+    ),
+    Fault(
         "copies that only compiled updates write",
         "stale = [w for w in weights if not w.was_written and w.knows_next_scale]",
         "stale = [w for w in weights if w.was_written and w.knows_next_scale]",
