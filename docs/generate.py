@@ -103,6 +103,7 @@ RUN = {
     "smooth_swiglu": Part("docs/numerics.md", partial(script, "bench/smooth_swiglu.py")),
     "compile_time": Part("docs/kernels.md", compile_time),
     "when_it_pays": Part("docs/train-step.md", partial(script, "bench/when_it_pays.py")),
+    "updates": Part("docs/train-step.md", partial(script, "bench/when_it_pays.py", "--updates")),
     "compile_time_of_steps": Part("docs/train-step.md", compile_time_of_steps),
     "host_overhead": Part("docs/kernels.md", partial(script, "bench/host_overhead.py", "--steps", "50")),
     "zoo": Part("docs/zoo.md", partial(script, "-m", "tests.zoo", "--page")),
