@@ -37,7 +37,6 @@ from fp8pass.passes.common.patterns import (
     reach,
 )
 from fp8pass.passes.joint.collective_chains import (
-    OF_ALL,
     WAIT,
     Dequantized,
     Gathered,
@@ -45,6 +44,7 @@ from fp8pass.passes.joint.collective_chains import (
     c10d,
     data_of,
     is_computed,
+    moves_all,
     quantized_by,
     scales_of,
     unmarked,
@@ -334,12 +334,12 @@ def _may_mark_here(x_q: fx.Node, group: str) -> bool:
 
 def _unmoved(node: fx.Node) -> fx.Node:
     """Return the tensor from which `node` is made by widening casts and movement of all elements."""
-    while node.target in OF_ALL or widens(node):
+    while moves_all(node) or widens(node):
         node = first(node)
     return node
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the readers of a tensor, and of what widening casts and movement of all its elements make of it."""
-    met = reach([node], lambda n: n.users, lambda n: n.target in OF_ALL or widens(n))
+    met = reach([node], lambda n: n.users, lambda n: moves_all(n) or widens(n))
     return [n for n in met if n is not node]

@@ -62,8 +62,7 @@ LIMITS = {
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 
-OF_ALL = {*RESHAPES, *COPIES, aten.permute.default}
-"""Movement after which the tensor holds each element exactly once."""
+_OF_ALL = {*RESHAPES, *COPIES, aten.permute.default}
 _OF_ROWS = {aten.view.default, aten.reshape.default, aten.cat.default, aten.clone.default, operator.getitem}
 """Movement that does not mix the last dimension with others if its size stays the same: no permute, which may swap
 dimensions of one size."""
@@ -219,6 +218,19 @@ def _is_elementwise(node: fx.Node) -> bool:
     if node.target in JOINS:
         return False
     return node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def moves_all(node: fx.Node) -> bool:
+    """Return whether `node` moves its input, and its result holds each element exactly once."""
+    return node.target in _OF_ALL or is_whole_slice(node)
+
+
+def is_whole_slice(node: fx.Node) -> bool:
+    """Return whether `node` is a slice of all: DTensors of torch 2.13 end a gather of more than 256 rows with one."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    sizes = zip(val(node).shape, val(first(node)).shape, strict=True)
+    return all(statically_known_true(new == old) for new, old in sizes)
 
 
 def is_computed(node: fx.Node) -> bool:
@@ -377,7 +389,7 @@ def _is_whole(node: fx.Node, wait: fx.Node) -> bool:
             if split is None:
                 return False
             node = first(split)
-        elif node.target in OF_ALL:
+        elif moves_all(node):
             node = first(node)
         else:
             return False
@@ -410,7 +422,8 @@ def sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
     if {d % rank for d in dims} != set(range(rank - 1)) or not _is_whole(source, wait):  # type: ignore[operator]
         return False
     path = [n for n in between(wait, source, moved) if is_tensor(n)]
-    return all(n.target in _OF_ROWS and statically_known_true(val(n).shape[-1] == width) for n in path)
+    moves_rows = (n.target in _OF_ROWS or is_whole_slice(n) for n in path)
+    return all(moves_rows) and all(statically_known_true(val(n).shape[-1] == width) for n in path)
 
 
 def between(wait: fx.Node, node: fx.Node, moved: Collection[fx.Node]) -> list[fx.Node]:

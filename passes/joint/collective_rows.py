@@ -36,6 +36,7 @@ from fp8pass.passes.joint.collective_chains import (
     captured_wait,
     check_readers,
     is_computed,
+    is_whole_slice,
     quantize_from,
     readers_of,
     scales_of,
@@ -171,7 +172,7 @@ def _keeps_rows(node: fx.Node, wait: fx.Node) -> bool:
     if node.target in _ROW_INDICES:
         indices: Any = node.args[1]
         return len(indices) < val(first(node)).dim() or indices[-1] is None
-    return node.target in _KEEP_ROWS
+    return node.target in _KEEP_ROWS or is_whole_slice(node)
 
 
 def _cuts_rows(node: fx.Node, wait: fx.Node) -> bool:
