@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import threading
@@ -62,6 +63,8 @@ HEADER = 2
 After the reduction: 1 if the slots of any rank have changed; and -1 if those of all ranks have."""
 WARN_AFTER = 30
 """Seconds that a rank waits for the others in the first step before it logs a warning."""
+SHOWN = 8
+"""Ranks that a message names."""
 
 
 @dataclass
@@ -327,7 +330,7 @@ class Reducer:
         self._last_header = None  # the change that it announced is in the vector now
 
     def _exchanged(self, process_group: dist.ProcessGroup, value: Any) -> list[Any]:
-        """Send `value` to all ranks, and return the values of all, by rank."""
+        """Send `value` to all ranks, and return the values of all, by rank; one value if all sent the same."""
         self._agreements += 1
         # torch's fake backend simulates a large world in one process: no other rank answers
         if dist.get_backend(process_group) == "fake":
@@ -378,7 +381,7 @@ def _amaxes(state: InstanceState, interval: int) -> list[Tensor]:
 
 
 def tell_all(process_group: dist.ProcessGroup, name: str, value: Any, limit: timedelta) -> list[Any]:
-    """Send `value` to all ranks as JSON, and return the values of all, by rank.
+    """Send `value` to all ranks as JSON, and return the values of all, by rank; one value if all sent the same.
 
     name: identifies the exchange, the same on all ranks. limit: the time that it may take. It uses the store of the
     process group, not a collective, which would hang if a rank did not take part. Raises NotCome if one does not.
@@ -386,13 +389,17 @@ def tell_all(process_group: dist.ProcessGroup, name: str, value: Any, limit: tim
     text = json.dumps(value)
     digest = hashlib.sha256(text.encode()).hexdigest()
     store = store_of(process_group, f"fp8pass/{name}")
-    rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, ranks = process_group.rank(), process_group.size()
     store.set(f"here/{rank}", digest)
     store.set(digest, text)  # equal texts, which most ranks have, share one key
-    # the last rank to come sets the one key that all ranks wait for
+    store.add(f"equal/{digest}", 1)
+    # the last rank to come sets the one key that all ranks wait for; all have counted their texts by then
     if store.add("count", 1) == ranks:
-        store.set("all", "")
+        store.set("all", "equal" if store.add(f"equal/{digest}", 0) == ranks else "different")
     _wait(store, rank, ranks, limit.total_seconds())
+    # then no rank's work grows with the number of ranks
+    if store.get("all") == b"equal":
+        return [value]
     # rank 0 gathers a hash per rank, so that each rank reads only the few texts that differ
     digests = [store.get(f"here/{r}").decode() for r in range(ranks)] if rank == 0 else []
     if rank == 0:
@@ -413,7 +420,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
             store.wait(["all"], timedelta(seconds=max(min(WARN_AFTER, limit - waited), 0.01)))
             break
         except dist.DistStoreError as error:
-            absent = [r for r in range(ranks) if r != rank and not store.check([f"here/{r}"])]
+            absent = list(itertools.islice(_absent(store, range(ranks)), SHOWN + 1))
             # if none is absent, a rank ended after it set its key and before it was counted
             absent = absent or [r for r in range(ranks) if r != rank]
             waited = time.monotonic() - begin
@@ -431,6 +438,18 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
     if store.check(["gone"]):
         gone = store.get("gone").decode()
         raise NotCome(f"rank {gone} has waited for rank {rank} to say which FP8 slots it has, and has given up")
+
+
+def _absent(store: Store, ranks: range) -> Iterator[int]:
+    """Yield the ranks that have not come. Asks for many at once: each rank that waits asks the one server."""
+    if store.check([f"here/{r}" for r in ranks]):
+        return
+    if len(ranks) == 1:
+        yield ranks[0]
+        return
+    half = len(ranks) // 2
+    yield from _absent(store, ranks[:half])
+    yield from _absent(store, ranks[half:])
 
 
 def _difference(layouts: Sequence[Any]) -> str:
@@ -482,7 +501,7 @@ def _first_difference(row: Any, other: Any) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 

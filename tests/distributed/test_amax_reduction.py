@@ -10,11 +10,13 @@ import time
 import warnings
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +27,7 @@ from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options.config import make_config
 from fp8pass.passes.joint.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
+from fp8pass.states.amax_reduction import _absent
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import collectives, on_ranks
 
@@ -558,3 +561,12 @@ def test_a_group_of_the_wrong_type_is_refused() -> None:
         make_config({"amax_group": [0, 1]})
     with pytest.raises(ValueError, match="reduce_amax_interval=0: a number"):
         make_config({"reduce_amax_interval": 0})
+
+
+def test_ranks_that_have_not_come_are_found_with_few_questions() -> None:
+    """Each rank that waits asks the one server, which could not answer a thousand ranks about a thousand each."""
+    store = mock.Mock(wraps=HashStore())
+    for rank in set(range(1000)) - {17, 900}:
+        store.set(f"here/{rank}", "")
+    assert list(_absent(store, range(1000))) == [17, 900]
+    assert store.check.call_count < 50
