@@ -90,16 +90,17 @@ def division_of(x: Tensor) -> Division | None:
     return Division(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
 
 
-def sizes_of_parts(x: Tensor) -> list[int]:
-    """Return the number of elements of each rank's part of `x`: the same list on all ranks.
+def sizes_of_parts(x: Tensor) -> set[int]:
+    """Return the numbers of elements that ranks' parts of `x` have, without 0: the same on all ranks.
 
     Raises ValueError if `x` is sharded over more than one dimension of the mesh.
     """
     if (division := _divided_by(x)) is None:
-        return [x.numel()]
+        return {x.numel()}
     rows, ranks, _ = division
     chunk = -(-rows // ranks)
-    return [min(chunk, max(rows - chunk * rank, 0)) * (x.numel() // max(rows, 1)) for rank in range(ranks)]
+    # only the last part may be smaller; ranks after it have none
+    return {n * (x.numel() // rows) for n in (chunk, rows % max(chunk, 1)) if n}
 
 
 def first_index(x: Tensor) -> int:
@@ -107,8 +108,10 @@ def first_index(x: Tensor) -> int:
 
     If dim 0 is sharded, this is its index in the whole tensor. Raises ValueError as `sizes_of_parts` does.
     """
-    division = _divided_by(x)
-    return 0 if division is None else sum(sizes_of_parts(x)[: division[2]])
+    if (division := _divided_by(x)) is None:
+        return 0
+    rows, ranks, rank = division
+    return min(-(-rows // ranks) * rank, rows) * (x.numel() // max(rows, 1))
 
 
 def divided_several_times(x: Tensor) -> bool:
