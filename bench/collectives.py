@@ -23,7 +23,7 @@ import torch
 from fp8pass.quant.wire import GradientFormat
 from fp8pass.states.amax_reduction import HEADER
 
-ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
+ITEMSIZE = {"uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
 OF_NORMS = "float32" if torch.__version__ >= "2.15" else "bfloat16"
 """The dtype of norms' gradients in all-reduces of tensor parallel: torch 2.15 and newer reduce before they cast."""
 LINEARS = ("q", "k", "v", "gate", "up", "o", "down")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -64,16 +64,27 @@ class Decoder(nn.Module):
         return logits
 
 
-def divide(model: Decoder, mesh: DeviceMesh) -> None:
+def divide_block(
+    block: nn.Module,
+    mesh: DeviceMesh,
+    by_rows: type[ColwiseParallel] = ColwiseParallel,
+    by_columns: type[RowwiseParallel] = RowwiseParallel,
+    whole: Callable[..., Any] = PrepareModuleOutput,
+) -> None:
     """Apply tensor parallel with sequence parallel: each rank has norms and residuals of a part of the sequence."""
-    by_rows, by_columns = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
+    divided = dict.fromkeys(("q", "k", "v", "mlp.gate", "mlp.up"), by_rows())
+    summed = dict.fromkeys(("o", "mlp.down"), by_columns(output_layouts=Shard(1)))
+    norms = ("norm", "mlp.norm")
+    parallelize_module(block, mesh, divided | summed | dict.fromkeys(norms, SequenceParallel()))
     # a DTensor, so that the gradients of its readers are summed before they are scattered
-    whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
-    layers: dict[str, Any] = {"q": by_rows, "k": by_rows, "v": by_rows, "o": by_columns}
-    layers |= {"mlp.gate": by_rows, "mlp.up": by_rows, "mlp.down": by_columns}
+    gathered = whole(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(block, mesh, dict.fromkeys(norms, gathered))
+
+
+def divide(model: Decoder, mesh: DeviceMesh) -> None:
+    """Divide all blocks, and the layers around them."""
     for block in model.blocks:
-        parallelize_module(block, mesh, layers | {"norm": SequenceParallel(), "mlp.norm": SequenceParallel()})
-        parallelize_module(block, mesh, {"norm": whole, "mlp.norm": whole})
+        divide_block(block, mesh)
     outside: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -129,7 +140,7 @@ def traced(
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tokens = torch.arange(batch * length).view(batch, length) % sizes.vocab
         for _ in range(WARM_UP + 1 + layout.whole):  # DDP makes its buckets anew in its second step
-            counting = _Counting(_names(mesh, layout))
+            counting = Counting(_names(mesh, layout))
             with counting:
                 _step(model, optimizer, tokens, layout)
     return counting.found
@@ -179,7 +190,7 @@ formulas do not have, so that they show as differences."""
 SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
-class _Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Counts collectives. names: {ranks of a group: its name in the formulas}."""
 
     def __init__(self, names: dict[tuple[int, ...], str]) -> None:
@@ -199,7 +210,7 @@ class _Counting(TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if namespace in ("c10d", "_c10d_functional") and name not in SENDS_NOTHING:
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-            _fill(given, result)
+            _fill(name, given, result)
             self.found[self._collective(KINDS.get(name, name), given, result)] += 1
         return result
 
@@ -212,12 +223,15 @@ class _Counting(TorchDispatchMode):
         )
 
 
-def _fill(given: dict[str, Any], result: Any) -> None:
-    """Fill the output as if all ranks had this rank's numbers.
+def _fill(name: str, given: dict[str, Any], result: Any) -> None:
+    """Fill the output as if all ranks had this rank's numbers, or sent random ones; a vote is 1.
 
     The fake process group does not write it, and uninitialized memory may hold NaN, which would change the scaling.
     """
     source = given.get("input", given.get("input_tensor"))
-    if source is not None:
+    if name == "recv_":
+        (x,) = given["tensors"]
+        x.normal_() if x.is_floating_point() else x.fill_(1)
+    elif source is not None:
         target = given.get("output_tensor", given.get("output", result)).view(-1)
         target.copy_(source.flatten().repeat(-(-target.numel() // source.numel()))[: target.numel()])

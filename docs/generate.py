@@ -97,6 +97,7 @@ RUN = {
     "weight_copies": Part("docs/train-step.md", partial(script, "bench/weight_copies.py")),
     "weight_amax": Part("docs/train-step.md", partial(script, "bench/weight_amax.py")),
     "comms": Part("docs/distributed.md", partial(script, "bench/comms.py")),
+    "thousand_ranks": Part("docs/thousand-ranks.md", partial(script, "bench/thousand_ranks.py")),
     "cpu_matmuls": Part("docs/cpu.md", partial(script, "bench/cpu_matmuls.py")),
     "memory": Part("docs/memory.md", partial(script, "bench/memory.py")),
     "seeds": Part("docs/memory.md", partial(script, "bench/seeds.py")),
