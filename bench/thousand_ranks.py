@@ -323,7 +323,7 @@ def plan(ranks: int) -> str:
             divide_block(block, mesh["tensor"])
         x = torch.randn(1, LENGTH // TENSOR, STAGE.width, dtype=torch.bfloat16, requires_grad=True)
         # undivided: the functions of equal layers are traced in a fake mode of their own
-        config = fp8pass.Config(target="h100", amax_group=of_stage, compile_once=False)
+        config = fp8pass.Config(target="h100", amax_group=of_stage)
         report = fp8pass.explain(stage, x, config=config)
     declined = {g.name.rpartition(".")[2] for g in report.gemms if g.status == "declined"}
     if declined != set(LEFT_OUT):

@@ -682,7 +682,17 @@ def as_fakes(inputs: Sequence[Any]) -> list[Any]:
     mode = detect_fake_mode(inputs)
     if mode is None:
         return list(inputs)
-    return [to_fake_tensor(x, mode) if isinstance(x, torch.Tensor) and not is_fake(x) else x for x in inputs]
+    return [_as_fake(x, mode) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def _as_fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if not is_fake(x):
+        fake: torch.Tensor = to_fake_tensor(x, mode)
+        return fake
+    if not isinstance(x, FakeTensor) or x.fake_mode is mode:
+        return x
+    with mode:  # the user has a mode too, as to plan a model that no memory holds
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
 
 def in_aot_compile() -> bool:

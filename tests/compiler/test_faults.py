@@ -127,7 +127,11 @@ def test_training_goes_on_without_a_pass_that_fails(
     monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
     monkeypatch.setattr(type(PASSES[NAMES.index(name)]), "run", planted)
     numbers, report, (warning,) = train_with_fault()
-    assert equal(numbers, in_high_precision if needed else in_fp8)
+    expected = in_high_precision if needed else in_fp8
+    if name == "emulate_matmuls":  # without it oneDNN multiplies, which on some CPUs adds in another order
+        torch.testing.assert_close(numbers, expected, rtol=1e-3, atol=1e-5)
+    else:
+        assert equal(numbers, expected)
     assert f"fp8pass failed in its pass {name} on graph" in warning
     assert "(ZeroDivisionError: planted)" in warning
     assert report.faults and warning.startswith(report.faults[0])

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8pass
-from fp8pass.base._torch import inductor_lowering
+from fp8pass.base._torch import FakeTensorMode, inductor_lowering
 from fp8pass.inspect.cli import main
 from fp8pass.report.report import Report, collect
 from tests.helpers.harness import compiled, expect_text
-from tests.helpers.models import Parts, make
+from tests.helpers.models import Block, Parts, make
 
 
 class Small(nn.Module):
@@ -464,3 +464,13 @@ def test_a_model_that_can_not_be_compiled(kernels: bool, monkeypatch: pytest.Mon
     assert len(report.rewritten) >= 2
     assert ("no such lowering" in report.error) == kernels
     assert report.to_dict()["error"] == report.error
+
+
+@pytest.mark.compiled
+def test_a_model_on_fake_tensors() -> None:
+    """A plan needs no memory for the model; its equal layers are compiled once, as real ones are."""
+    with FakeTensorMode():
+        model = nn.Sequential(*(Block(4096, 8192) for _ in range(3)))
+        report = fp8pass.explain(model, torch.randn(512, 4096), config=fp8pass.Config(strict=True, min_speedup=0))
+    assert len(report.rewritten) == len(report.gemms) == 18
+    assert not report.faults
