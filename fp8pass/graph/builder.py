@@ -271,6 +271,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.know(result, node)
 
 
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase nodes that nothing reads, as `eliminate_dead_code` does.
+
+    That lints the graph, as `verify` does too, and asks of each node in use whether it has side effects.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def op_name(node: fx.Node) -> str:
     """Return the op that a node calls, without its namespace and overload."""
     name = getattr(node.target, "__name__", str(node.target))

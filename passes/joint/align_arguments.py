@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.base._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, erase_unused, is_tensor, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.passes.common.patterns import CASTS, COPIES, RESHAPES, VIEWS, as_node, aten, first, through
 from fp8pass.quant.kernel_ops import ALIGNED, ROUNDED
@@ -62,7 +62,7 @@ class AlignArguments:
             scales = [rewriter.scale(matmul, as_node(scale)) for scale in (scale_a, scale_b)]
             before, matmul.args = matmul.args, (a, b, *scales, *(rewriter.bias(matmul, x) for x in rest[:1]), *rest[1:])
             applied += matmul.args != before
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return applied
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.base.node_meta import RECORDED
 from fp8pass.base.scaling import NOTHING, merge_amax
-from fp8pass.graph.builder import Builder, val
+from fp8pass.graph.builder import Builder, erase_unused, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.joint.list_matmuls import backward_nodes
@@ -46,7 +46,7 @@ class BatchRecords:
         for chain in chains:
             _batch(context.builder(graph, self.name), chain)
         if chains:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         _pin(graph)
         return len(chains)
 

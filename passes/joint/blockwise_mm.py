@@ -25,7 +25,7 @@ from fp8pass.base._torch import FakeTensorMode
 from fp8pass.base.names import short
 from fp8pass.base.scaling import E4M3, E5M2, FP8_DTYPES
 from fp8pass.gpu.trial import tiles
-from fp8pass.graph.builder import Builder, compute, val
+from fp8pass.graph.builder import Builder, compute, erase_unused, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of, why_no_block_kernel
@@ -178,7 +178,7 @@ class BlockwiseMM:
                 gemm.status, gemm.rule, gemm.reason, gemm.fast_accum = "rewritten", "", "", False
                 gemm.dtypes = short(val(a.x_q).dtype), short(val(b.x_q).dtype), gemm.dtypes[2]
                 applied += 1
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return applied
 
 

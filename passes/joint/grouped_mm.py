@@ -32,7 +32,7 @@ from fp8pass import hardware
 from fp8pass.base._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.base.names import short
 from fp8pass.base.scaling import E4M3
-from fp8pass.graph.builder import val
+from fp8pass.graph.builder import erase_unused, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
@@ -130,7 +130,7 @@ class GroupedMM:
             else:
                 rewriter.rewrite(node, matched, gemm)
                 applied += 1
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return applied
 
 

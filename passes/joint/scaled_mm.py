@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass.base._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.base.names import short
 from fp8pass.base.scaling import E4M3, E5M2, FP8_DTYPES
-from fp8pass.graph.builder import compute, val
+from fp8pass.graph.builder import compute, erase_unused, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.refusal import MAX_BATCHES, Reject
 from fp8pass.graph.verdict import Gemm
@@ -227,7 +227,7 @@ class ScaledMM:
                 rewriter.rewrite(matched, gemm)
                 applied += 1
         if applied:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return applied
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fp8pass.graph.builder import val
+from fp8pass.graph.builder import erase_unused, val
 from fp8pass.graph.pass_base import JointContext
 from fp8pass.graph.sizes import alike
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, reach
@@ -43,5 +43,5 @@ class UseTransposes:
             for copy in match(node):
                 copy.replace_all_uses_with(as_node(node.args[1]))
             node.replace_all_uses_with(first(node))
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return len(matches)

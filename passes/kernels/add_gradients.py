@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass.base.node_meta import GEMM
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, erase_unused, is_tensor, val
 from fp8pass.graph.pass_base import GradientOf, KernelsContext
 from fp8pass.passes.common.summed_products import SummedProduct, check, is_row_major, summed_product
 from fp8pass.quant.added_gradient import ADDED_GRADIENT
@@ -45,7 +45,7 @@ class AddGradients:
                 build.replace(product.nodes[-1], _added(build, product, of))
                 added += 1
         if added:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return added
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.base.node_meta import GEMM
-from fp8pass.graph.builder import Builder, is_tensor, laid_out_alike, val
+from fp8pass.graph.builder import Builder, erase_unused, is_tensor, laid_out_alike, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import as_node, aten
 from fp8pass.passes.common.summed_products import SummedProduct, check, is_row_major, summed_product
@@ -46,7 +46,7 @@ class AddProducts:
                     build.replace(node, _added(build, node, product))
                     added += 1
         if added:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return added
 
 

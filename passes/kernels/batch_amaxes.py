@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from fp8pass.base._torch import FORCE_STRIDE_ORDER
 from fp8pass.base.node_meta import RECORDED
 from fp8pass.base.scaling import is_finite, merge_amax
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, erase_unused, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.quant.kernel_ops import ALIGNED, JOINED, ROWS
@@ -123,7 +123,7 @@ class BatchAmaxes:
                 applied += len(groups)
         applied += _all_as_matrices(graph, context)
         if applied:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return applied
 
 

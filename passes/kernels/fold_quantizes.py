@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass.base.scaling import FP8_DTYPES, fp8_max
-from fp8pass.graph.builder import is_tensor, val
+from fp8pass.graph.builder import erase_unused, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import CASTS, aten, dtype_of, first, prims
 from fp8pass.quant.kernel_ops import QUANTIZE
@@ -65,5 +65,5 @@ class FoldQuantizes:
             build = context.builder(graph, self.name)
             for x_q, x, scale in matches:
                 build.replace(x_q, build.emit(x_q, QUANTIZE, x, scale, val(x_q).dtype))
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return len(matches)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass import hardware
-from fp8pass.graph.builder import val
+from fp8pass.graph.builder import erase_unused, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import aten
 
@@ -40,7 +40,7 @@ class FuseMatmuls:
 
         applied = sum([fuse(matmul, context) for matmul in matmuls])
         if applied:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return applied
 
 

@@ -15,7 +15,7 @@ from fp8pass.base._torch import hint_of
 from fp8pass.base.errors import first_line
 from fp8pass.base.names import short
 from fp8pass.base.node_meta import GEMM
-from fp8pass.graph.builder import Builder, val
+from fp8pass.graph.builder import Builder, erase_unused, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.hardware import target_of
 from fp8pass.passes.common.after_matmul import TileEpilogue, epilogue_of, products_of
@@ -174,7 +174,7 @@ def _fused_alone(m: FusedMatch, plan: Plan, gpu: Gpu) -> fx.GraphModule:
     same = with_code(plan_of(matched, gpu), matched) == replace(plan, tile=ANY, programs=0)
     assert same, "alone, the matmul is matched in another way"
     rewrite(Builder(module.graph, _PASS), matched, plan)
-    module.graph.eliminate_dead_code()
+    erase_unused(module.graph)
     return module
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass import hardware
-from fp8pass.graph.builder import val
+from fp8pass.graph.builder import erase_unused, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.quant.kernel_ops import QUANTIZE
 
@@ -48,7 +48,7 @@ class QuantizeKernels:
 
         applied = rewrite_groups(graph, large, context, self.name)
         if applied:
-            graph.eliminate_dead_code()
+            erase_unused(graph)
         return applied
 
 

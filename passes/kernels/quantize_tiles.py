@@ -36,7 +36,7 @@ from torch import fx
 
 from fp8pass.base._torch import FORCE_STRIDE_ORDER, triton_kernel_wrapper_functional
 from fp8pass.base.node_meta import TILED, WITH_AMAX
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, erase_unused, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import JOINS, MOVEMENT, aten, has_one_element, is_elementwise, reach, sources
 from fp8pass.passes.common.transposed_copies import (
@@ -74,7 +74,7 @@ class QuantizeTiles:
                 _rewrite(build, m)
             else:
                 _move(build, m)
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return len(matches)
 
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from fp8pass import hardware
 from fp8pass.base._torch import call_of_kernel, triton_kernel_wrapper_functional
-from fp8pass.graph.builder import Builder, val
+from fp8pass.graph.builder import Builder, erase_unused, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.gpu import gpu_of
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, sources
@@ -68,7 +68,7 @@ class RequantizeSaturated:
         build = context.builder(graph, self.name)
         for x_q, (flag, delayed) in matches:
             _rewrite(build, x_q, flag, delayed)
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return len(matches)
 
 

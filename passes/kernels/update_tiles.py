@@ -21,7 +21,7 @@ from torch import fx
 
 from fp8pass.base._torch import FORCE_STRIDE_ORDER
 from fp8pass.base.node_meta import TILED, WITH_AMAX
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, erase_unused, is_tensor, val
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.passes.common.patterns import VIEWS, as_node, aten, first, is_elementwise, sources
 from fp8pass.passes.common.read_written import read_written
@@ -56,7 +56,7 @@ class UpdateTiles:
         build = context.builder(graph, self.name)
         for m, into in wanted:
             _rewrite(build, m, into)
-        graph.eliminate_dead_code()
+        erase_unused(graph)
         return waiting + len(wanted)
 
 
