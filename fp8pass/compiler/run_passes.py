@@ -10,9 +10,11 @@ from torch import fx
 
 from fp8pass.base._torch import GraphTransformObserver
 from fp8pass.base.errors import faults_of
+from fp8pass.base.node_meta import MADE_BY
 from fp8pass.compiler.memory_budget import in_region
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import graphs_of
+from fp8pass.graph.builder import all_of
 from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import C, Context, Pass
 from fp8pass.graph.verify import verify
@@ -53,7 +55,11 @@ def run_all(
 
 
 def verifier(graph: fx.Graph, context: Context) -> Callable[[str], None]:
-    """Return a check that verifies the graph, and compares it with the graph as it is now: see `verify`."""
+    """Return a check that verifies the graph, and compares it with the graph as it is now: see `verify`.
+
+    What passes have made until now is not checked again: it was checked in the graph that this one was cut from.
+    """
+    context.computed.update({node: all_of(node) for node in graph.nodes if MADE_BY in node.meta})
     return functools.partial(verify, graph, context.computed, arguments_of(graph))
 
 

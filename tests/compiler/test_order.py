@@ -19,8 +19,10 @@ from fp8pass.base.scaling import quantize
 from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE, UPDATE_LAST
+from fp8pass.compiler.run_passes import verifier
 from fp8pass.compiler.through_inductor import _Both, append_pass
-from fp8pass.graph.builder import Builder, Computed, compute_val
+from fp8pass.graph.builder import Builder, Computed, compute_val, erase_unused
+from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config
 from tests.helpers import ROOT
@@ -250,6 +252,35 @@ def test_verify_computes_no_value_again_that_was_computed_of_the_same() -> None:
         relu.meta["val"] = relu.meta["val"].to(torch.bfloat16)
         with pytest.raises(AssertionError, match=r"a pass made relu_default"):
             verify(module.graph, computed)
+
+
+def test_a_graph_is_not_verified_again_after_the_partition() -> None:
+    """The partitioner copies the nodes that passes have made, and what they say was checked before."""
+    module = capture(lambda a: a + 1, torch.randn(4, 4))
+    (add,) = (n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    relu = Builder(module.graph, "an earlier pass").emit(add, aten.relu.default, add.args[0])
+    add.update_arg(0, relu)
+    context = KernelsContext(Config())
+    check = verifier(module.graph, context)
+    with mock.patch("fp8pass.graph.verify.compute_val", side_effect=compute_val) as computing:
+        check("a pass")
+        assert not computing.called
+        relu.meta["val"] = relu.meta["val"].clone()
+        check("a pass")
+        assert [call.args[0] for call in computing.call_args_list] == [relu]
+
+
+def test_erasing_asks_nothing_of_nodes_in_use() -> None:
+    """So a pass that erases little costs little, however long the graph is."""
+    module = capture(lambda a: a + 1, torch.randn(4, 4))
+    (add,) = (n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    build = Builder(module.graph, "a pass")
+    relu = build.emit(add, aten.relu.default, add.args[0])
+    sine = build.emit(add, aten.sin.default, relu)
+    with mock.patch.object(fx.Node, "is_impure", autospec=True, side_effect=fx.Node.is_impure) as asked:
+        erase_unused(module.graph)
+    assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [aten.add.Tensor]
+    assert [call.args[0].name for call in asked.call_args_list] == ["output", sine.name, relu.name]
 
 
 def test_inline_traces_a_function_into_the_graph() -> None:
