@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fp8pass.base import collector
 from fp8pass.base._torch import RestartAnalysis, SkipFrame, functorch_config, timeout_of, unset_fake_temporarily
 from fp8pass.base.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
 from fp8pass.dump.writer import Dump
@@ -311,6 +312,7 @@ class Later:
         self.has_run = False
         """True if all of the graph but its backward is compiled."""
 
+    @collector.paused()
     def lower(
         self,
         module: fx.GraphModule,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.base import collector
 from fp8pass.base._torch import context_of_one_graph
 from fp8pass.compiler.bodies import lower_bodies
 from fp8pass.compiler.cuda_graphs import DEVICE_TYPE, Recorder
@@ -29,6 +30,7 @@ from fp8pass.states.steps import RegionPass, checkpointed_region
 log = logging.getLogger(__name__)
 
 
+@collector.paused()
 def lower(
     annotation: Annotation,
     inputs: list[Any],
