@@ -21,12 +21,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.base._torch import (
     EXACT_INPUTS,
+    FORCE_STRIDE_ORDER,
     FakeTensor,
     FakeTensorMode,
     FloorDiv,
     Mod,
     PythonMod,
     TorchDispatchMode,
+    computed_by_meta,
     detect_fake_mode,
     enable_python_dispatcher,
     pytree,
@@ -70,9 +72,34 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     return mode
 
 
+_BY_META = frozenset(
+    (
+        FORCE_STRIDE_ORDER,
+        aten._scaled_mm.default,
+        aten.clone.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.unsqueeze.default,
+        aten.view.default,
+    )
+)
+"""The ops that passes make most: their result is one tensor, on the device of their first argument."""
+
+
+def _is_symbolic(x: Any) -> bool:
+    if isinstance(x, (list, tuple)):
+        return any(map(_is_symbolic, x))
+    return isinstance(x, torch.SymInt) or (isinstance(x, torch.Tensor) and x._has_symbolic_sizes_strides)
+
+
 def compute(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute `target` on fake tensors; a node among the arguments stands for its fake tensor."""
     args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    if target in _BY_META and not _is_symbolic(args):
+        return computed_by_meta(mode, target, args, kwargs)
     with mode, enable_python_dispatcher():  # some implementations in C++ take no symbolic sizes
         return target(*args, **kwargs)
 

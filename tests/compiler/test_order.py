@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from fp8pass.base._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
+from fp8pass.base._torch import FORCE_STRIDE_ORDER, TAKES_LISTS_OF_PASSES, CustomGraphPass, FakeTensorMode
 from fp8pass.base.errors import Fp8Error
 from fp8pass.base.node_meta import MADE_BY
 from fp8pass.base.scaling import quantize
@@ -21,7 +21,7 @@ from fp8pass.compiler.kernel_passes import KernelPasses
 from fp8pass.compiler.order import DYNAMO, JOINT, KERNELS, TRACED, UPDATE, UPDATE_LAST
 from fp8pass.compiler.run_passes import verifier
 from fp8pass.compiler.through_inductor import _Both, append_pass
-from fp8pass.graph.builder import Builder, Computed, compute_val, erase_unused
+from fp8pass.graph.builder import Builder, Computed, compute, compute_val, erase_unused
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config
@@ -281,6 +281,36 @@ def test_erasing_asks_nothing_of_nodes_in_use() -> None:
         erase_unused(module.graph)
     assert [n.target for n in module.graph.nodes if n.op == "call_function"] == [aten.add.Tensor]
     assert [call.args[0].name for call in asked.call_args_list] == ["output", sine.name, relu.name]
+
+
+META: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "clone": (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+    "expand": (aten.expand.default, ([3, 4, 6],), {}),
+    "permute": (aten.permute.default, ([1, 0],), {}),
+    "reshape": (aten.reshape.default, ([6, 4],), {}),
+    "select": (aten.select.int, (0, 1), {}),
+    "slice": (aten.slice.Tensor, (1, 2, 5), {}),
+    "unsqueeze": (aten.unsqueeze.default, (0,), {}),
+    "strides": (FORCE_STRIDE_ORDER, ([1, 4],), {}),
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", META)
+def test_a_meta_kernel_says_what_the_fake_mode_says(name: str, turned: bool) -> None:
+    target, args, kwargs = META[name]
+    mode = FakeTensorMode()
+    x = mode.from_tensor(torch.empty(6, 4, dtype=torch.float8_e4m3fn).t() if turned else torch.empty(4, 6))
+    quick = compute(mode, target, (x, *args), kwargs)
+    with mock.patch("fp8pass.graph.builder._BY_META", frozenset()):
+        slow = compute(mode, target, (x, *args), kwargs)
+    assert type(quick) is type(slow) and quick.fake_mode is mode
+
+    def facts(y: Tensor) -> tuple[Any, ...]:
+        shares = y.untyped_storage()._cdata == x.untyped_storage()._cdata
+        return y.dtype, y.device, y.shape, y.stride(), y.storage_offset(), shares
+
+    assert facts(quick) == facts(slow)
 
 
 def test_inline_traces_a_function_into_the_graph() -> None:
