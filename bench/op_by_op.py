@@ -1,6 +1,7 @@
 """Measure the cost of lowering op by op, relative to "aot_eager": CPU seconds of a first and of a later training step.
 
     python bench/op_by_op.py [--models linear swin ...] [--ways aot_eager delayed ...] [--repeat 1] [--steps 5]
+    python bench/op_by_op.py --zoo [--models Switch T5 ...] [--ways aot_eager delayed ...] [--repeat 1]
 
 Prints a table with ratios to the first way of the same model, "aot_eager" by default, and with the number of ops that
 a later step calls. fp8pass calls ops for quantizing and scaling, which "aot_eager" does not have. "aot_eager" does not
@@ -9,14 +10,22 @@ first two steps, because a backward may be compiled in the second. Ways are back
 The models are models of transformers with their usual depths, but narrow, so that most of the time is Python's;
 "linear" is one layer. Everything runs in this process. Each way first compiles one layer, so that imports are not
 timed.
+
+With `--zoo` the models are those of tests/zoo, at toy size. Each trains for three steps of SGD in a process for itself,
+which has compiled nothing before, and the table has the CPU seconds until the third step ends: what is compiled, also
+what the second step compiles again, such as an expert for another number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +33,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 WAYS = ("aot_eager", "aot_eager_decomp_partition", "delayed", "dynamic")
+ROOT = Path(__file__).parent.parent
+ZOO = {
+    "Switch": "SwitchTransformersForConditionalGeneration",
+    "T5": "T5ForConditionalGeneration",
+    "Swin": "SwinForImageClassification",
+    "Jamba": "JambaForCausalLM",
+}
+"""{name in the table: the class in transformers}."""
 BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
 
 
@@ -82,11 +99,11 @@ class Row:
     ops: int
 
 
-def compiled(model: nn.Module, way: str) -> Callable[[Tensor], Tensor]:
-    """Return the compiled model."""
+def compiled(model: nn.Module, way: str, **options: Any) -> Callable[..., Any]:
+    """Return the compiled model. options: of fp8pass, in addition to the recipe."""
     if way in BACKENDS:
-        return torch.compile(model, backend=way)  # type: ignore[return-value]
-    return torch.compile(model, backend="fp8pass", options={"recipe": way, "lowering": "eager"})  # type: ignore[return-value]
+        return torch.compile(model, backend=way)
+    return torch.compile(model, backend="fp8pass", options={"recipe": way, "lowering": "eager", **options})
 
 
 def row(make: Callable[[], tuple[nn.Module, Tensor]], way: str, steps: int) -> Row:
@@ -119,20 +136,67 @@ def least(rows: list[Row]) -> Row:
     return Row(min(r.first for r in rows), min(r.later for r in rows), rows[-1].ops)
 
 
+def of_zoo(name: str, way: str) -> float:
+    """Train a model of the zoo for three steps in this process; return the CPU seconds that it took."""
+    sys.path.insert(0, str(ROOT))
+    from tests.zoo import catalogue
+    from tests.zoo import row as zoo
+
+    zoo.seeded(0)
+    sample = catalogue.transformer(ZOO[name], next(k for k in catalogue.TRANSFORMERS if ZOO[name] in k.models.split()))
+    optimizer = torch.optim.SGD(sample.model.parameters(), lr=0.01)
+    began = time.process_time()
+    run = compiled(sample.model, way, **sample.options)
+    for _ in range(3):
+        zoo.loss_of(run(**sample.inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.process_time() - began
+
+
+def in_a_process(name: str, way: str) -> float:
+    """Return what `of_zoo` does in a process for itself."""
+    command = [sys.executable, __file__, "--zoo", "--start", "--models", name, "--ways", way]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return float(done.stdout.splitlines()[-1])
+
+
+def zoo_table(names: list[str], ways: list[str], repeat: int) -> None:
+    """Print the CPU seconds of each model of the zoo in each way, and their ratio to those of the first way."""
+    print("| model | " + " | ".join([f"{ways[0]}, CPU s", *(f"{way} | ratio" for way in ways[1:])]) + " |")
+    print("|---" + "|---:" * (2 * len(ways) - 1) + "|")
+    for name in names:
+        # ways take turns, so that a slow minute of the machine affects all of them
+        turns = [[in_a_process(name, way) for way in ways] for _ in range(repeat)]
+        base, *others = map(min, zip(*turns, strict=True))
+        print(f"| {name} | " + " | ".join([f"{base:.2f}", *(f"{x:.2f} | {x / base:.2f}" for x in others)]) + " |")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="models (default: all)")
-    parser.add_argument("--ways", nargs="+", default=WAYS, help=f"recipes of fp8pass, or {', '.join(BACKENDS)}")
+    parser.add_argument("--zoo", action="store_true", help="train models of the zoo, each in a process for itself")
+    parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *ZOO], help="models (default: all)")
+    parser.add_argument("--ways", nargs="+", default=[*WAYS], help=f"recipes of fp8pass, or {', '.join(BACKENDS)}")
     parser.add_argument("--repeat", type=int, default=1, help="number of repetitions (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="later steps, of which the fastest counts (default: 5)")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    names = args.models or list(ZOO if args.zoo else MODELS)
+    if args.start:
+        print(of_zoo(names[0], args.ways[0]))
+        return
+    if args.zoo:
+        zoo_table(names, args.ways, args.repeat)
+        return
     for way in args.ways:
         row(linear, way, 1)
     print("| model | way | first step, CPU s | ratio | later step, CPU ms | ratio | ops |")
     print("|---|---|---:|---:|---:|---:|---:|")
-    for name in args.models:
+    for name in names:
         found = {way: least([row(MODELS[name], way, args.steps) for _ in range(args.repeat)]) for way in args.ways}
         base = found[args.ways[0]]
         for way, r in found.items():

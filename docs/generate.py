@@ -103,6 +103,10 @@ RUN = {
     "seeds": Part("docs/memory.md", partial(script, "bench/seeds.py")),
     "smooth_swiglu": Part("docs/numerics.md", partial(script, "bench/smooth_swiglu.py")),
     "compile_time": Part("docs/kernels.md", compile_time),
+    "op_by_op": Part(
+        "docs/kernels.md",
+        partial(script, "bench/op_by_op.py", "--zoo", "--ways", "aot_eager", "delayed", "--repeat", "2"),
+    ),
     "when_it_pays": Part("docs/train-step.md", partial(script, "bench/when_it_pays.py")),
     "updates": Part("docs/train-step.md", partial(script, "bench/when_it_pays.py", "--updates")),
     "compile_time_of_steps": Part("docs/train-step.md", compile_time_of_steps),
