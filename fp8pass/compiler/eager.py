@@ -86,9 +86,11 @@ def _call_directly(graph_module: fx.GraphModule) -> None:
     """Replace ops that kernel passes insert for Inductor by plain functions.
 
     Run op by op, `FORCE_STRIDE_ORDER` always copies, because it compares a tuple of strides with a list
-    (`eager_force_stride` in torch's inductor_prims.py), and custom ops take several times as long as their formulas.
+    (`eager_force_stride` in torch's inductor_prims.py), and custom ops take several times as long as their formulas, as
+    a cast by `prims` does.
     """
-    for op, function in {**FORMULAS, FORCE_STRIDE_ORDER: _laid_out, LAID_OUT: _laid_out}.items():
+    cast = torch.ops.prims.convert_element_type.default
+    for op, function in {**FORMULAS, FORCE_STRIDE_ORDER: _laid_out, LAID_OUT: _laid_out, cast: Tensor.to}.items():
         for node in graph_module.graph.find_nodes(op="call_function", target=op):
             node.target = function
     graph_module.recompile()
