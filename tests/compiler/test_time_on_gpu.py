@@ -65,7 +65,8 @@ def test_a_part_is_compiled_while_the_whole_is() -> None:
     assert kinds[:3] == ["amax", "rows", "columns"]
     assert torch.equal(found["amax"].float(), amax.float())
     for got, wanted in ((found["columns"], h_t), (found["columns"].t(), h_q)):
-        assert torch.equal(got.float(), wanted.float())
+        # to the next value in FP8: on some CPUs the whole graph and the part compute the product in other ways
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=0.13, atol=0.002)
 
 
 @pytest.mark.parametrize(

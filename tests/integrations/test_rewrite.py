@@ -216,7 +216,8 @@ def test_a_plain_symbolic_trace_is_for_inference() -> None:
     assert torch.equal(state.run(graph, x), expected)
     assert traced.code == before
     assert [gemm.name for gemm in report.gemms] == ["0", "2"]
-    with pytest.raises(RuntimeError, match="derivative"):
+    # some CPUs multiply in bfloat16 and cast the product: torch then refuses at the cast
+    with pytest.raises(RuntimeError, match="derivative|no autograd formula"):
         graph(x)[0].sum().backward()
 
 
