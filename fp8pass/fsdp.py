@@ -208,8 +208,9 @@ def _groups_of(group: dist.ProcessGroup, node: int | None, device: torch.device)
 
 def write_shards(parameters: Iterable[Tensor]) -> None:
     """Quantize the shards among these parameters, which a training step has changed on all ranks, for the next step."""
-    for weights in dict.fromkeys(s._weights for p in parameters if (s := _shard_of(p)) is not None):
-        weights.write()
+    if len(_all):
+        for weights in dict.fromkeys(s._weights for p in parameters if (s := _shard_of(p)) is not None):
+            weights.write()
 
 
 def _shard_of(parameter: Tensor) -> Fp8Shard | None:

@@ -308,7 +308,7 @@ class CompiledGraph:
         call.run = run = row.code(self, compilation, call)
         # only now: `roll` may have replaced `call.slots`, which the inputs read
         args = _with_held_scale_states(annotation, call) if call.repeats else call.args
-        result = run(*args, *[x.value(call) for x in annotation.inputs])
+        result = run(*args, *annotation.values(call))
         return row.record(self, compilation, call, result)
 
     # `_Row.roll`

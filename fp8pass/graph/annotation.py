@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass.base._torch import autograd_function_apply
 from fp8pass.base.node_meta import IS_STATE, SAVED_RESULT
-from fp8pass.graph.inputs import Call, Input, examples_of
+from fp8pass.graph.inputs import Call, Input, Together, examples_of
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import SavedTensor
@@ -149,6 +149,17 @@ class Annotation:
     def examples(self, args: Sequence[Any], call: Any = None) -> list[Any]:
         """Return examples of all inputs of the graph. args: of Dynamo's. call: for inputs that read more than those."""
         return [*args, *examples_of(self.inputs, call or Call(args), args)]
+
+    @functools.cached_property
+    def _by_kind(self) -> list[tuple[Together | None, list[Input[Any]]]]:
+        return [(x, list(same)) for x, same in itertools.groupby(self.inputs, lambda x: getattr(x, "together", None))]
+
+    def values(self, call: Any) -> list[Tensor]:
+        """Return the values of the graph's inputs after Dynamo's in a call."""
+        values: list[Tensor] = []
+        for together, inputs in self._by_kind:
+            values += [x.value(call) for x in inputs] if together is None else together.values(inputs, call)
+        return values
 
     def run(self, *args: Any) -> Any:
         """Run the graph eagerly."""

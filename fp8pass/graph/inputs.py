@@ -50,6 +50,14 @@ class Call:
 C = TypeVar("C", contravariant=True)
 
 
+class Together(Protocol):
+    """Inputs whose values take less time together."""
+
+    def values(self, inputs: Sequence[Any], call: Any) -> list[Tensor]:
+        """Return the `value` of each of these inputs, which have this object as `together`."""
+        ...
+
+
 class Input(Protocol[C]):
     """An input that a pass has added."""
 

@@ -135,7 +135,7 @@ class _Observer:
         for state in states:
             self._before.setdefault(state, state.amax())
         call = Call(args, owned, states, [state.tensors for state in states])
-        return annotation.run(*args, *(x.value(call) for x in annotation.inputs))
+        return annotation.run(*args, *annotation.values(call))
 
     def end_batch(self) -> None:
         """Pass over the tensors that held a NaN or inf in this batch."""

@@ -49,7 +49,7 @@ from fp8pass.weights.parameter_bytes import ParameterBytes, parameter_bytes
 from fp8pass.weights.update_count import count_updates
 from fp8pass.weights.update_graph import UpdateGraph
 from fp8pass.weights.weight_bounds import predict
-from fp8pass.weights.weight_cache import WeightsOf, end_step, weights_of
+from fp8pass.weights.weight_cache import WeightsOf, weights_of
 from fp8pass.weights.weight_copy import DelayedWeight, WeightCopy
 
 MAX_DEPTH, MAX_ITEMS = 3, 64
@@ -94,7 +94,7 @@ class TrainStep:
         self._function = function
         backend = configured(lambda: config)(_held_weakly(self._compile))
         self._compiled = torch.compile(function, backend=backend)
-        self._copies = CopyWriter(config)
+        self._writer = CopyWriter(config)
         self._weights_of = WeightsOf()
         self._early: EarlyUpdates | None = None
         if config.update_in_backward:
@@ -145,11 +145,11 @@ class TrainStep:
             late = [fault for fault in gone_on_after[faults:] if fault not in self._collected.faults]
             self._collected.add(Report(faults=late))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
-        weights = self._weights_of(parameters)
+        copies = self._weights_of(parameters)
         with collect() as report:
-            self._copies.write(weights)
+            self._writer.write(copies)
         self._collected.add(report)
-        end_step(weights)
+        copies.end_step()
         write_shards(parameters)
         self._store_moments(optimizers)
         return result

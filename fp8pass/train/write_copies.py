@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from fp8pass.base._torch import ConstantSource, FakeTensorMode, TracingContext, leave_steps_op_by_op, tracing
 from fp8pass.compiler.update_compiler import update_graph
 from fp8pass.options.config import Config
+from fp8pass.weights.freshness import Copies
 from fp8pass.weights.update_graph import UpdateGraph
 from fp8pass.weights.weight_cache import newest
-from fp8pass.weights.weight_copy import WeightCopy
 
 _fused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The fused optimizers of training steps."""
@@ -45,12 +45,12 @@ class CopyWriter:
         self._config = replace(config, skip_nonfinite=False, optimizer_state="off", update_rounding="nearest")
         self._updates: dict[tuple[int, ...], UpdateGraph] = {}
 
-    def write(self, weights: Sequence[WeightCopy]) -> None:
+    def write(self, copies: Copies) -> None:
         """Write those of the copies that this step has left as they were."""
-        stale = [w for w in weights if not w.was_written and w.knows_next_scale]
+        stale = [known for known in copies.freshness() if not known.was_written and known.knows_next_scale]
         if not stale:
             return
-        parts = list({id(p): p for w in stale for p in w.parts}.values())
+        parts = list({id(p): p for known in stale for p in known.parts}.values())
         key = newest(), *map(id, parts)
         if key not in self._updates:
             self._updates = {key: self._update_of(parts)}

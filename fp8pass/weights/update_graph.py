@@ -25,6 +25,7 @@ from fp8pass.graph.inputs import Input
 from fp8pass.quant.moments import Fp8Moment, moment_of
 from fp8pass.quant.sharded import division_of, first_index, part_of, with_part
 from fp8pass.states.slots import InstanceState, registry
+from fp8pass.weights.freshness import Copies
 from fp8pass.weights.parameter_bytes import storages_of
 from fp8pass.weights.update_count import Numbers
 from fp8pass.weights.update_inputs import Bounds, UpdateCall
@@ -46,10 +47,12 @@ class CompiledUpdate(NamedTuple):
 class _Plan:
     """The compiled function for a call, and the objects that give its inputs: see `UpdateCall`.
 
-    key: what the function is compiled for; `key.writes` goes with `weights`. counted: `updates` and `seeds`.
+    key: what the function is compiled for; `key.writes` goes with `weights`, which `copies` are of. counted: `updates`
+    and `seeds`.
     """
 
     weights: Sequence[WeightCopy]
+    copies: Copies
     states: Sequence[InstanceState]
     key: UpdateKey
     compiled: CompiledUpdate
@@ -60,17 +63,21 @@ class _CachedPlan:
     """A plan for the next call with the same tensors, held by weak references, so that a model can be freed."""
 
     def __init__(self, plan: _Plan) -> None:
-        self._weights, self._states = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.states))
-        self._key, self._compiled, self._counted = plan.key, plan.compiled, plan.counted
+        self._gone = list[Any]()
+        """Not empty once a weight or state is freed."""
+        self._weights, self._states = self._refs(plan.weights), self._refs(plan.states)
+        self._copies, self._key, self._compiled, self._counted = plan.copies, plan.key, plan.compiled, plan.counted
+
+    def _refs(self, objects: Sequence[Any]) -> list[weakref.ref[Any]]:
+        return [weakref.ref(x, self._gone.append) for x in objects]
 
     def plan(self) -> _Plan | None:
         """Return the plan; None if weights or states are gone, or the weights' scales are in other states now."""
-        weights = [w for ref in self._weights if (w := ref()) is not None]
-        states = [s for ref in self._states if (s := ref()) is not None]
-        complete = len(weights) == len(self._weights) and len(states) == len(self._states)
-        if not complete or any(w.state not in states for w in weights if isinstance(w, DelayedWeight)):
+        states: Any = [ref() for ref in self._states]
+        if self._gone or any(known.state not in (None, *states) for known in self._copies.freshness()):
             return None
-        return _Plan(weights, states, self._key, self._compiled, self._counted)
+        weights: Any = [ref() for ref in self._weights]
+        return _Plan(weights, self._copies, states, self._key, self._compiled, self._counted)
 
 
 class UpdateGraph:
@@ -138,8 +145,7 @@ class UpdateGraph:
         stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
         call = self._call(plan, stored)
         result = plan.compiled.run(*args, *[x.value(call) for x in plan.compiled.inputs])
-        for weight in plan.weights:  # after the update: the copies are of the versions that it leaves
-            weight.written()
+        plan.copies.written()  # after the update: the copies are of the versions that it leaves
         return result
 
     def _tensor(self, ref: TensorRef, args: Sequence[Any] = ()) -> Any:
@@ -169,7 +175,7 @@ class UpdateGraph:
         self.gradient_bytes = sum(storages_of(gradients).values())
         key, weights, states, _ = self._found(args)
         if key in self._compiled:
-            return _Plan(weights, states, key, self._compiled[key], self._counted(key, args))
+            return _Plan(weights, Copies(weights), states, key, self._compiled[key], self._counted(key, args))
         plan, self._attempt = self._fall_back(functools.partial(self._compile, args), self._attempt)
         return plan
 
@@ -178,7 +184,8 @@ class UpdateGraph:
     def _compile(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)
-        plan = _Plan(weights, states, key, CompiledUpdate(_retired, ()), self._counted(key, args))
+        retired = CompiledUpdate(_retired, ())
+        plan = _Plan(weights, Copies(weights), states, key, retired, self._counted(key, args))
         self._compiled[key] = self._compile_for(key, args, self._call(plan, moments), attempt, dump)
         return replace(plan, compiled=self._compiled[key])
 

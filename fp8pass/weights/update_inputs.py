@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8pass.base._torch import unset_fake_temporarily
 from fp8pass.quant.moments import Fp8Moment
 from fp8pass.states.slots import InstanceState
+from fp8pass.weights.freshness import Copies
 from fp8pass.weights.weight_bounds import UNKNOWN, bound_of_parts
 from fp8pass.weights.weight_copy import WeightCopy
 
@@ -61,6 +62,7 @@ class Bounds:
     def __init__(self, weights: Sequence[WeightCopy]) -> None:
         # weak references: Dynamo keeps the graph, and the graph these bounds, longer than the model may live
         self._weights = [weakref.ref(w) for w in weights]
+        self._copies = Copies(weights)
         self._now: list[list[float]] = []
         with torch.inference_mode(False):
             self.tensor = torch.zeros(3, len(weights), device=weights[0].scales.device)
@@ -68,7 +70,8 @@ class Bounds:
     def current(self) -> Tensor:
         """Return f32[3, n], with the bounds of the next update, for weights whose amax before it is known."""
         weights = [w for ref in self._weights if (w := ref()) is not None]
-        bounds = [bound_of_parts(w.parts) if w.is_of_now() else UNKNOWN for w in weights]
+        are_of_now = all(known.is_of_now() for known in self._copies.freshness())
+        bounds = [bound_of_parts(w.parts) if are_of_now or w.is_of_now() else UNKNOWN for w in weights]
         now = [[b.grows for b in bounds], [b.moves for b in bounds]]
         if now != self._now:  # a copy to the device synchronizes: only where a learning rate, for example, has changed
             self._now = now

@@ -25,6 +25,7 @@ from fp8pass.graph.inputs import Call
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import part_of
 from fp8pass.states.slots import InstanceState
+from fp8pass.weights.freshness import Copies
 from fp8pass.weights.weight_copy import DelayedWeight, WeightByItself, WeightCopy
 
 
@@ -34,17 +35,15 @@ def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
     Some third-party optimizers write into `p.data`, which does not bump the version counter of `p`.
     """
     if len(_weights):
-        for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
-            weight.invalidate()
+        find = _of_optimizer.setdefault(optimizer, WeightsOf())
+        find([p for group in optimizer.param_groups for p in group["params"]]).invalidate()
 
 
-# weak: what reads a copy holds it: a state (`InstanceState.derived`), or a graph (`Held`)
+# weak: what reads a copy holds it: a state (`InstanceState.derived`), or a graph (`CopiesOfGraph`)
 _weights: weakref.WeakValueDictionary[Any, WeightCopy] = weakref.WeakValueDictionary()
 _made = itertools.count()
 _newest = next(_made)
 Kind = TypeVar("Kind", bound=WeightCopy)
-Held = MutableMapping[Hashable, WeightByItself]
-"""The copies that a graph reads, for each instance that it was called with, if their scales have no state."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,13 @@ class CachedWeight:
 class CachedWeightInput:
     """An input of the graph that is a tensor of a weight's FP8 copy. field: its name in `WeightCopy`.
 
-    held: where the graph keeps copies.
+    together: the inputs of this kind that the graph has.
     """
 
     name: str
     weight: CachedWeight
     field: str
-    held: Held
+    together: CopiesOfGraph
 
     def example(self, call: Call) -> Tensor:
         """Return an empty tensor like that of a `WeightCopy` of these parameters."""
@@ -118,12 +117,62 @@ class CachedWeightInput:
             weight = _with_slot(c, call, state)
             begins = begins and not state.holds(c.slot)
         else:
-            weight = _by_itself(c, c.parts(call), call.states, self.held)
+            weight = _by_itself(c, c.parts(call), call.states, self.together.by_itself)
         if begins:  # before the question whether the copy is fresh, which depends on the step
             weight.begin_step()
         if not weight.is_fresh():
             weight.requantize(begins)
         return weight
+
+
+class CopiesOfGraph:
+    """The copies that a graph reads. by_itself: those whose scales have no state, for each instance of the graph."""
+
+    def __init__(self) -> None:
+        self.by_itself: dict[Hashable, WeightByItself] = {}
+
+    def values(self, inputs: Sequence[CachedWeightInput], call: Call) -> list[Tensor]:
+        """Return the values of all inputs of this kind, as `CachedWeightInput.value` does of one."""
+        read: _Read | None = next((r for s in call.states if (r := s.derived.get(self)) is not None), None)
+        if read is not None and read.refresh(call.repeats):
+            return read.tensors
+        tensors = [x.value(call) for x in inputs]
+        tables = {x.weight.table if x.weight.by_itself is None else -1 for x in inputs}
+        if len(tables) == 1 and -1 not in tables:  # all have their scales in one state
+            state = call.states[tables.pop()]
+            columns = {state.derived[x.weight]: x.weight.slot - state.table.n_forward for x in inputs}
+            state.derived[self] = _Read(state, columns, tensors)
+        return tensors
+
+
+class _Read:
+    """The copies that a graph of one instance reads. columns: of the state's `weight_copy_scales`."""
+
+    def __init__(self, state: InstanceState, columns: dict[DelayedWeight, int], tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self._columns = columns
+        self._copies = Copies(columns)
+        self._state = weakref.ref(state)  # which holds this
+
+    def refresh(self, repeats: bool) -> bool:
+        """Do for all weights what `CachedWeightInput.value` does for one; return False if their slots roll apart."""
+        state = self._state()
+        if state is None or (state.held and state.rolls):
+            return False
+        begins = not (repeats or state.held)
+        for known in self._copies.freshness():
+            if known.state is not state:
+                for weight in known.weights:
+                    assert isinstance(weight, DelayedWeight)
+                    weight.take_scales(state, self._columns[weight])
+                known.state = state
+            if begins:
+                known.begin_step()
+            if known.steps_stale > 0 or not known.is_of_now():
+                for weight in known.apart():
+                    if not weight.is_fresh():
+                        weight.requantize(begins)
+        return True
 
 
 def _with_slot(c: CachedWeight, call: Call, state: InstanceState) -> DelayedWeight:
@@ -139,7 +188,12 @@ def _with_slot(c: CachedWeight, call: Call, state: InstanceState) -> DelayedWeig
     return weight
 
 
-def _by_itself(c: CachedWeight, parts: Sequence[Tensor], states: Sequence[InstanceState], held: Held) -> WeightByItself:
+def _by_itself(
+    c: CachedWeight,
+    parts: Sequence[Tensor],
+    states: Sequence[InstanceState],
+    held: MutableMapping[Hashable, WeightByItself],
+) -> WeightByItself:
     held_key = (c, *map(id, parts))
     weight = held.get(held_key)
     if weight is None or not weight.is_of(parts):
@@ -206,24 +260,21 @@ def weights_of(tensors: Sequence[Tensor]) -> list[WeightCopy]:
     return [w for w in list(_weights.values()) if w.has_part(ids)]
 
 
-def end_step(weights: Sequence[WeightCopy]) -> None:
-    """End a training step of these weights: a copy that no compiled update has written in it becomes stale."""
-    for weight in weights:
-        weight.end_step()
-
-
 class WeightsOf:
     """Finds the copies of an optimizer step's weights, and keeps them until there are others."""
 
     def __init__(self) -> None:
         self._newest = -1
         self._parameters: list[int] = []
-        self._found: list[weakref.ref[WeightCopy]] = []
+        self._found = Copies(())
 
-    def __call__(self, parameters: Sequence[Tensor]) -> list[WeightCopy]:
-        """Return what `weights_of` returns."""
+    def __call__(self, parameters: Sequence[Tensor]) -> Copies:
+        """Return the copies that `weights_of` returns."""
         ids = list(map(id, parameters))
         if self._newest != newest() or self._parameters != ids:
             self._newest, self._parameters = newest(), ids
-            self._found = list(map(weakref.ref, weights_of(parameters)))
-        return [w for ref in self._found if (w := ref()) is not None and not w.is_gone]
+            self._found = Copies(weights_of(parameters))
+        return self._found
+
+
+_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, WeightsOf] = weakref.WeakKeyDictionary()

@@ -8,17 +8,16 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fp8pass.base import scaling
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import amax_over, groups_of, part_of
 from fp8pass.recipes import scale_of
 from fp8pass.states.slots import InstanceState
+from fp8pass.weights.freshness import Freshness
 from fp8pass.weights.weight_bounds import predicts
 
 
@@ -27,22 +26,18 @@ class WeightCopy(ABC):
 
     If the weight is sharded, each rank copies its own shard, f[N, K], with a scale that all ranks share.
     stored: the names of the tensors that the copy consists of: "x_q", "x_t" or both. x_q: f8[N, K]. x_t: f8[K, N]. None
-    if it is not stored.
+    if it is not stored. state: see `Freshness`.
     """
 
-    def __init__(self, parts: Sequence[Tensor], stored: Sequence[str]) -> None:
-        self._parts = tuple(map(weakref.ref, parts))
-        self._plain = None if len(parts) > 1 or isinstance(parts[0], DTensor) else self._parts[0]
-        """The only part, if it is a plain tensor, as most weights are."""
-        self._made_of: int | None = None
-        """The `_version_key` that the copy was made of; None if it is stale."""
+    def __init__(self, parts: Sequence[Tensor], stored: Sequence[str], state: InstanceState | None = None) -> None:
+        self.part_refs = tuple(map(weakref.ref, parts))
+        self.freshness = Freshness(self, parts, state)
+        """What is known of this copy, maybe together with others."""
         self._rows = [part_of(p).shape[0] for p in parts]
         self.x_q: Tensor | None = None
         self.x_t: Tensor | None = None
         self.copies: list[Tensor] = []
         self.transposes: list[Tensor] = []
-        self.was_written = False
-        """True if a compiled update has written the copy since the last call of `end_step`."""
         self.requantized = 0
         """Number of calls of `requantize`, which quantizes the weight outside of compiled updates."""
         self.expected = 1
@@ -52,22 +47,22 @@ class WeightCopy(ABC):
     @property
     def parts(self) -> list[Tensor]:
         """The parameters that the weight consists of."""
-        parts = [ref() for ref in self._parts]
+        parts = [ref() for ref in self.part_refs]
         assert all(p is not None for p in parts), "the parameters are gone"
         return parts  # type: ignore[return-value]
 
     def is_of(self, parts: Sequence[Tensor]) -> bool:
         """Return whether this is the copy of `parts`, and not of freed parameters that had their ids."""
-        return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
+        return all(ref() is p for ref, p in zip(self.part_refs, parts, strict=True))
 
     @property
     def is_gone(self) -> bool:
         """True if a parameter of the weight does not exist any more."""
-        return any(ref() is None for ref in self._parts) if self._plain is None else self._plain() is None
+        return any(ref() is None for ref in self.part_refs)
 
     def has_part(self, ids: Set[int]) -> bool:
         """Return whether a parameter of the weight has one of these ids."""
-        return any(id(ref()) in ids for ref in self._parts)
+        return any(id(ref()) in ids for ref in self.part_refs)
 
     @property
     def is_divided(self) -> bool:
@@ -129,42 +124,18 @@ class WeightCopy(ABC):
         return False
 
     def is_of_now(self) -> bool:
-        """Return whether the copy is of the weight as it is."""
-        return self._made_of == self._version_key()
-
-    def _made(self) -> None:
-        self._made_of = self._version_key()
-
-    def written(self) -> None:
-        """Note that a compiled update has written the copy."""
-        self._made()
-        self.was_written = True
-
-    def end_step(self) -> None:
-        """End a training step: invalidate the copy unless the compiled update rewrote it."""
-        if not self.was_written:
-            self.invalidate()
-        self.was_written = False
+        """Return whether the copy is of the weight as it is, with a scale of the state as it is."""
+        return self._alone.is_of_now()
 
     def invalidate(self) -> None:
         """Mark the copy as stale: `requantize` runs before its next use."""
-        self._made_of = None
+        self._alone.invalidate()
 
-    def _version_key(self) -> int:
-        """Return a number that changes with the weight: made of the versions and addresses of its parts.
-
-        A number, and no tuples: each step asks for that of every weight.
-        """
-        if self._plain is not None:
-            p = self._plain()
-            return 0 if p is None else p.data_ptr() << 64 | p._version << 32 | p._version
-        key = 0
-        for ref in self._parts:
-            if (p := ref()) is not None:
-                part = part_of(p)
-                # a DTensor, and the tensor with its part, count their versions separately
-                key = key << 128 | part.data_ptr() << 64 | p._version << 32 | part._version
-        return key
+    @property
+    def _alone(self) -> Freshness:
+        """What is known of this copy, and of no other from now on."""
+        self.freshness.apart()
+        return self.freshness
 
     @abstractmethod
     def requantize(self, begins: bool = True) -> None:
@@ -192,7 +163,7 @@ class WeightByItself(WeightCopy):
         with torch.inference_mode(False), torch.no_grad():
             parts = [part_of(p).detach() for p in self.parts]
             ops.write_weight_by_itself(self.quantizer, parts, self.scales, self.copies, self.transposes)
-        self._made()
+        self._alone.made()
         self.requantized += 1
 
 
@@ -204,19 +175,16 @@ class DelayedWeight(WeightCopy):
     """
 
     def __init__(self, parts: Sequence[Tensor], stored: Sequence[str], state: InstanceState, index: int) -> None:
-        super().__init__(parts, stored)
-        self.state = state
+        super().__init__(parts, stored, state)
         self.index = index
-        self._recipe: Any = None
-        self._made_loads = -1
-        """The recipe, and the number of times that its state was loaded, when the copy was made."""
-        self._steps_stale = 0
-        """Number of steps begun since the step that the copy was made for."""
-        self._unchanged = 0
-        """Number of steps begun since the weight was changed."""
-        self._changes = 0
         self._from_first_step = state.tracker.step <= 1
         """True if the first graph that read the copy began the history of its slot, too."""
+
+    @property
+    def state(self) -> InstanceState:
+        """The state of the graph that was called last."""
+        assert self.freshness.state is not None
+        return self.freshness.state
 
     @property
     def scales(self) -> Tensor:
@@ -226,27 +194,26 @@ class DelayedWeight(WeightCopy):
     def use_in(self, state: InstanceState, index: int) -> None:
         """Prepare for a call of this state's graph: copy `weight_copy_scales` from the state that was used last."""
         if self.state is not state:
-            with torch.no_grad():
-                state.tensors.weight_copy_scales[:, index].copy_(self.scales[:, self.index])
-        self.state, self.index = state, index
+            self.take_scales(state, index)
+            self._alone.state = state
+        self.index = index
+
+    @torch.no_grad()
+    def take_scales(self, state: InstanceState, index: int) -> None:
+        """Copy `weight_copy_scales` to the column `index` of a state, which is that of the weight from now on."""
+        state.tensors.weight_copy_scales[:, index].copy_(self.scales[:, self.index])
+        self.index = index
 
     def begin_step(self) -> None:
         """Count a step that begins, reads the copy and rolls its history."""
-        self._steps_stale += 1
-        self._unchanged += 1
-
-    def is_of_now(self) -> bool:
-        """Return whether the copy is of the weight as it is, with a scale of the state as it is."""
-        recipe = self.state.table.recipe
-        is_of_state = self._made_loads == self.state.loads and (self._recipe is recipe or self._recipe == recipe)
-        return is_of_state and super().is_of_now()
+        self._alone.begin_step()
 
     def is_fresh(self) -> bool:
         """Return whether the copy is of the current weight, with the scale of the step that has begun or of the next.
 
         A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
         """
-        return self.is_of_now() and (self._steps_stale <= 0 or self.is_predicted or self._scale_stays())
+        return self.is_of_now() and (self.freshness.steps_stale <= 0 or self.is_predicted or self._scale_stays())
 
     @property
     def is_predicted(self) -> bool:
@@ -266,23 +233,14 @@ class DelayedWeight(WeightCopy):
             return False
         # a history that began with this copy holds zeros and this one amax: "max" and "most_recent" pass over the
         # zeros, a callable may not
-        is_only_amax = self._from_first_step and self._changes == 1 and self.state.loads == 0
+        is_only_amax = self._from_first_step and self.freshness.changes == 1 and self.state.loads == 0
         always = is_only_amax and isinstance(recipe.amax_compute_algo, str)
         # H steps fill the history, and the amax of a step enters it when the next step begins
-        return always or self._unchanged > recipe.amax_history_len + 1
+        return always or self.freshness.unchanged > recipe.amax_history_len + 1
 
-    def _made(self) -> None:
-        super()._made()
-        self._recipe, self._made_loads = self.state.table.recipe, self.state.loads
-        self._unchanged = 0
-        self._changes += 1
-
-    def written(self) -> None:
-        """Note that a compiled update has written the copy; it stays stale if its slot had no scale yet."""
-        has_scale = self.state.has_scale(self.state.table.n_forward + self.index)
-        super().written()  # which calls `_made`
-        self._steps_stale = -1  # 0 from the beginning of the next step on, whose scale the copy has
-        if not has_scale and not self.is_predicted:
+    def stay_stale_without_scale(self) -> None:
+        """Invalidate a copy that has just been written if its slot had no scale yet."""
+        if not self.state.has_scale(self.state.table.n_forward + self.index) and not self.is_predicted:
             self.invalidate()
             self.expected += 1
 
@@ -304,6 +262,6 @@ class DelayedWeight(WeightCopy):
         if self.is_of_now():  # the weight is as it was: no update ran that could have written the copy
             self.expected += 1
         else:
-            self._made()
-        self._steps_stale = 0 if begins else -1
+            self._alone.made()
+        self._alone.steps_stale = 0 if begins else -1
         self.requantized += 1

@@ -34,7 +34,7 @@ from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
 from fp8pass.states.slots import SlotTable
 from fp8pass.weights.prequantized import PrequantizedInput
-from fp8pass.weights.weight_cache import CachedWeight, CachedWeightInput, Held
+from fp8pass.weights.weight_cache import CachedWeight, CachedWeightInput, CopiesOfGraph
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def cache(
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     added: dict[CachedWeight, dict[str, fx.Node]] = {}
     read: dict[fx.Graph, dict[fx.Node, CachedWeight]] = {}
-    held: Held = {}
+    together = CopiesOfGraph()
     for node, weight in weights.items():
         quantizer: Any = node.args[1]
         cached = CachedWeight(tuple(positions[p] for p in weight.parts), weight.stored)
@@ -189,7 +189,9 @@ def cache(
             by_itself = replace(quantizer, slot=0) if isinstance(quantizer, ops.Static) else quantizer
             cached = replace(cached, by_itself=by_itself)
         if cached not in added:
-            tensors = [CachedWeightInput(f"weight_{len(added)}_{name}", cached, name, held) for name in cached.fields]
+            tensors = [
+                CachedWeightInput(f"weight_{len(added)}_{name}", cached, name, together) for name in cached.fields
+            ]
             added[cached] = {tensor.name: add_input(graph, inputs, tensor) for tensor in tensors}
         read.setdefault(node.graph, {})[node] = cached
     inputs_in = {graph: added}
