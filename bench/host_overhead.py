@@ -62,15 +62,18 @@ class Clock:
         """Return the function, which adds its time to the clock."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = sum(clock.seconds for clock in self.inner)
+            before = self._within
             began = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                within = sum(clock.seconds for clock in self.inner) - before
-                self.seconds += time.perf_counter() - began - within
+                self.seconds += time.perf_counter() - began - (self._within - before)
 
         return call
+
+    @property
+    def _within(self) -> float:
+        return sum([clock.seconds for clock in self.inner]) if self.inner else 0.0
 
 
 REPLAYS: dict[int, Any] = {}

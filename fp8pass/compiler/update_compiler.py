@@ -34,7 +34,8 @@ def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRe
             annotation = annotated_update(module, key, config, attempt, dump, args, call)
             annotation.written = frozenset(ref for ref in refs if isinstance(ref, int))
             run = lower(annotation, annotation.examples(args, call), config, dump, attempt)
-            return CompiledUpdate(run, annotation.inputs)
+            inputs: Any = annotation.inputs  # passes add no others to an update
+            return CompiledUpdate(run, inputs)
 
     def falling_back(compile_with: Callable[[Attempt, Dump], Any], attempt: Attempt) -> Any:
         return fall_back(compile_with, config, dump_of, attempt)

@@ -21,14 +21,13 @@ from fp8pass.base.errors import Fp8Error
 from fp8pass.base.names import source_name
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.attempt import FIRST, Attempt
-from fp8pass.graph.inputs import Input
 from fp8pass.quant.moments import Fp8Moment, moment_of
 from fp8pass.quant.sharded import division_of, first_index, part_of, with_part
 from fp8pass.states.slots import InstanceState, registry
 from fp8pass.weights.freshness import Copies
 from fp8pass.weights.parameter_bytes import storages_of
 from fp8pass.weights.update_count import Numbers
-from fp8pass.weights.update_inputs import Bounds, UpdateCall
+from fp8pass.weights.update_inputs import Bounds, UpdateCall, UpdateInput
 from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey, WeightSlots, WeightWrite, attribute
 from fp8pass.weights.weight_cache import newest, weights_of
 from fp8pass.weights.weight_copy import DelayedWeight, WeightByItself, WeightCopy
@@ -40,7 +39,7 @@ class CompiledUpdate(NamedTuple):
     """A compiled update, and its inputs after Dynamo's."""
 
     run: Run
-    inputs: Sequence[Input[UpdateCall]]
+    inputs: Sequence[UpdateInput]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class _Plan:
     """The compiled function for a call, and the objects that give its inputs: see `UpdateCall`.
 
     key: what the function is compiled for; `key.writes` goes with `weights`, which `copies` are of. counted: `updates`
-    and `seeds`.
+    and `seeds`. fixed: the tensors of inputs that are fixed, and None for others; empty before the first call.
     """
 
     weights: Sequence[WeightCopy]
@@ -57,6 +56,15 @@ class _Plan:
     key: UpdateKey
     compiled: CompiledUpdate
     counted: tuple[Tensor | None, Tensor | None]
+    bounds: Mapping[int, Bounds]
+    fixed: Sequence[weakref.ref[Tensor] | None] = ()
+
+    def values(self, call: UpdateCall) -> list[Tensor]:
+        """Return the values of the function's inputs after Dynamo's."""
+        if not self.fixed:
+            return [x.value(call) for x in self.compiled.inputs]
+        inputs: Any = zip(self.compiled.inputs, self.fixed, strict=True)
+        return [x.value(call) if ref is None else ref() for x, ref in inputs]
 
 
 class _CachedPlan:
@@ -64,20 +72,23 @@ class _CachedPlan:
 
     def __init__(self, plan: _Plan) -> None:
         self._gone = list[Any]()
-        """Not empty once a weight or state is freed."""
-        self._weights, self._states = self._refs(plan.weights), self._refs(plan.states)
-        self._copies, self._key, self._compiled, self._counted = plan.copies, plan.key, plan.compiled, plan.counted
+        """Not empty once one of these is freed."""
+        self._weights, self._states = list(map(self._ref, plan.weights)), list(map(self._ref, plan.states))
+        call = UpdateCall(plan.weights, plan.states, {}, (), None, None, None)
+        fixed = [self._ref(x.value(call)) if x.is_fixed else None for x in plan.compiled.inputs]
+        self._rest = plan.key, plan.compiled, plan.counted, plan.bounds, fixed
+        self._copies = plan.copies
 
-    def _refs(self, objects: Sequence[Any]) -> list[weakref.ref[Any]]:
-        return [weakref.ref(x, self._gone.append) for x in objects]
+    def _ref(self, x: Any) -> weakref.ref[Any]:
+        return weakref.ref(x, self._gone.append)
 
     def plan(self) -> _Plan | None:
-        """Return the plan; None if weights or states are gone, or the weights' scales are in other states now."""
+        """Return the plan; None if any of its objects is gone, or the weights' scales are in other states now."""
         states: Any = [ref() for ref in self._states]
         if self._gone or any(known.state not in (None, *states) for known in self._copies.freshness()):
             return None
         weights: Any = [ref() for ref in self._weights]
-        return _Plan(weights, self._copies, states, self._key, self._compiled, self._counted)
+        return _Plan(weights, self._copies, states, *self._rest)
 
 
 class UpdateGraph:
@@ -103,6 +114,7 @@ class UpdateGraph:
     ) -> None:
         self._module: fx.GraphModule | None = module
         self._places = list(refs)
+        self._positions = [p for p in refs if isinstance(p, int)]
         self._predicts = predicts
         self._compile_for = compile_for
         self._fall_back = fall_back
@@ -144,7 +156,7 @@ class UpdateGraph:
         moments = plan.key.moments
         stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
         call = self._call(plan, stored)
-        result = plan.compiled.run(*args, *[x.value(call) for x in plan.compiled.inputs])
+        result = plan.compiled.run(*args, *plan.values(call))
         plan.copies.written()  # after the update: the copies are of the versions that it leaves
         return result
 
@@ -159,7 +171,7 @@ class UpdateGraph:
 
     def _plan(self, args: Sequence[Any]) -> _Plan:
         # attributes of the graph are not in the key: they are the same tensors in each call
-        key = newest(), *(id(args[p]) for p in self._places if isinstance(p, int))
+        key = newest(), *map(id, map(args.__getitem__, self._positions))
         with self._lock:
             kept = self._plans.get(key)
             plan = None if kept is None else kept.plan()
@@ -175,7 +187,7 @@ class UpdateGraph:
         self.gradient_bytes = sum(storages_of(gradients).values())
         key, weights, states, _ = self._found(args)
         if key in self._compiled:
-            return _Plan(weights, Copies(weights), states, key, self._compiled[key], self._counted(key, args))
+            return self._plan_of(weights, states, key, self._compiled[key], args)
         plan, self._attempt = self._fall_back(functools.partial(self._compile, args), self._attempt)
         return plan
 
@@ -184,14 +196,23 @@ class UpdateGraph:
     def _compile(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)
-        retired = CompiledUpdate(_retired, ())
-        plan = _Plan(weights, Copies(weights), states, key, retired, self._counted(key, args))
+        plan = self._plan_of(weights, states, key, CompiledUpdate(_retired, ()), args)
         self._compiled[key] = self._compile_for(key, args, self._call(plan, moments), attempt, dump)
         return replace(plan, compiled=self._compiled[key])
 
+    def _plan_of(
+        self,
+        weights: Sequence[WeightCopy],
+        states: Sequence[InstanceState],
+        key: UpdateKey,
+        compiled: CompiledUpdate,
+        args: Sequence[Any],
+    ) -> _Plan:
+        counted, bounds = self._counted(key, args), self._bounds_of(weights, key)
+        return _Plan(weights, Copies(weights), states, key, compiled, counted, bounds)
+
     def _call(self, plan: _Plan, moments: Sequence[Fp8Moment]) -> UpdateCall:
-        bounds = self._bounds_of(plan.weights, plan.key)
-        return UpdateCall(plan.weights, plan.states, bounds, moments, *plan.counted, self.counts)
+        return UpdateCall(plan.weights, plan.states, plan.bounds, moments, *plan.counted, self.counts)
 
     def _counted(self, key: UpdateKey, args: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
         if not key.is_random:
@@ -306,7 +327,7 @@ class UpdateGraph:
         self._stored.clear()
         self._plans.clear()
         self._compiled.clear()
-        self._moments, self._plain, self._places, self._module = [], [], [], None
+        self._moments, self._plain, self._places, self._positions, self._module = [], [], [], [], None
         self._compile_for = _retired
 
     @property

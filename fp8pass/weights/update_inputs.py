@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class UpdateCall:
     seeds: Tensor | None
     counts: Tensor | None
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """The device of the state that the update reads."""
         tensors = [*(w.scales for w in self.weights[:1]), *(m.stored[0] for m in self.moments[:1]), self.updates]
@@ -44,10 +45,14 @@ class UpdateCall:
 
 @dataclass(frozen=True)
 class UpdateInput:
-    """An input of an update. value: returns the tensor that a call passes."""
+    """An input of an update. value: returns the tensor that a call passes.
+
+    is_fixed: True if that is the same tensor in all calls with the same weights.
+    """
 
     name: str
     value: Callable[[UpdateCall], Tensor]
+    is_fixed: bool = False
 
     def example(self, call: UpdateCall) -> Tensor:
         """Return an empty tensor like the one that the call passes."""

@@ -47,6 +47,8 @@ class UpdateContext(Context):
         of_attributes = ((n, attribute(graph.owning_module, str(n.target))) for n in graph.find_nodes(op="get_attr"))
         return {**dict(zip(inputs, self.tensors(), strict=True)), **dict(of_attributes)}
 
-    def take(self, graph: fx.Graph, name: str, value: Callable[[UpdateCall], Tensor]) -> fx.Node:
-        """Add an input to the graph; return its node. value: returns the tensor that a call passes."""
-        return add_input(graph, self.inputs, UpdateInput(name, value))
+    def take(
+        self, graph: fx.Graph, name: str, value: Callable[[UpdateCall], Tensor], is_fixed: bool = False
+    ) -> fx.Node:
+        """Add an input to the graph; return its node. value, is_fixed: see `UpdateInput`."""
+        return add_input(graph, self.inputs, UpdateInput(name, value, is_fixed))

@@ -93,7 +93,7 @@ def _inputs_of(
 
     def several(name: str, tensors: str, which: Sequence[int]) -> list[fx.Node]:
         return [
-            context.take(graph, f"weight_{i}_{name}_{n}", partial(_tensor_of, i, tensors, k))
+            context.take(graph, f"weight_{i}_{name}_{n}", partial(_tensor_of, i, tensors, k), is_fixed=True)
             for n, k in enumerate(which)
         ]
 
