@@ -6,6 +6,7 @@ result in a later step, when it is there: no step waits for it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def overshoots(history: Tensor, rows: int, algo: object, margin: int) -> Tensor:
 
 def largest(history: Tensor) -> Tensor:
     """Return the largest amaxes f32[T] of a history f32[H, T]; 0 for slots without any."""
-    return history.nan_to_num(torch.inf).amax(0).clamp(min=0)
+    return history.amax(0).nan_to_num(torch.inf).clamp(min=0)
 
 
 class _Later:
@@ -136,6 +137,7 @@ _tellers: list[Callable[..., str]] = [_of_growth, _of_fall]
 """Name the warnings that this process has not given yet; each returns its text, or "" if there is no reason for it."""
 
 
+@functools.cache
 def smallest_normal(fp8_max: float) -> float:
     """Return the smallest normal number of the FP8 format with that largest value."""
     return next(f.smallest_normal for f in map(torch.finfo, FP8_DTYPES) if f.max == fp8_max)

@@ -97,6 +97,8 @@ class WeightCopy(ABC):
     def store(self, names: Sequence[str]) -> bool:
         """Allocate those of `names` that are not stored yet; return whether there were any. Then all are stale."""
         new = [name for name in names if getattr(self, name) is None]
+        if not new:
+            return False
         first, rows = part_of(self.parts[0]), sum(self._rows)
         # a tensor made in inference mode can't be written in place outside of it
         with torch.inference_mode(False), torch.no_grad():
@@ -106,9 +108,8 @@ class WeightCopy(ABC):
         spans = [(sum(self._rows[:i]), n) for i, n in enumerate(self._rows)]
         self.copies = [] if self.x_q is None else [self.x_q.narrow(0, *span) for span in spans]
         self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *span) for span in spans]
-        if new:  # which hold no values yet
-            self.invalidate()
-        return bool(new)
+        self.invalidate()  # the new ones hold no values yet
+        return True
 
     @abstractmethod
     def begin_step(self) -> None:

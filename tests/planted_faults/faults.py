@@ -90,8 +90,8 @@ FAULTS = (
     ),
     Fault(
         "the FP8 copy of a weight is one step too old",
-        "(self._steps_stale <= 0 or self.is_predicted or self._scale_stays())",
-        "(self._steps_stale <= 1 or self.is_predicted or self._scale_stays())",
+        "(self.freshness.steps_stale <= 0 or self.is_predicted or self._scale_stays())",
+        "(self.freshness.steps_stale <= 1 or self.is_predicted or self._scale_stays())",
         "A forward multiplies by a copy that was quantized with the scale of the previous step.",
     ),
     Fault(
@@ -297,8 +297,14 @@ FAULTS = (
     ),
     Fault(
         "copies that only compiled updates write",
-        "stale = [w for w in weights if not w.was_written and w.knows_next_scale]",
-        "stale = [w for w in weights if w.was_written and w.knows_next_scale]",
+        "if not known.was_written and known.knows_next_scale]",
+        "if known.was_written and known.knows_next_scale]",
         "After a fused optimizer, the next forward quantizes each weight by itself.",
+    ),
+    Fault(
+        "copies of weights that were changed in place",
+        "_OF_TENSORS = _version, Tensor.data_ptr",
+        "_OF_TENSORS = (Tensor.data_ptr,)",
+        "An edit of a weight between two steps changes nothing until the next update.",
     ),
 )
