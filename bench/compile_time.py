@@ -165,8 +165,8 @@ def start(backend: str, layers: int, device: str) -> Start:
     return Start(seconds, cpu, peak, {name: n for group, name in COUNTERS if (n := counters[group][name])})
 
 
-def step_of(run: Any, x: Tensor, how: str, recipe: str) -> Callable[[], None]:
-    """Return a function that runs one training step; without an optimizer, unless `how` names one."""
+def step_of(run: Any, x: Tensor, how: str, recipe: str, **options: Any) -> Callable[[], None]:
+    """Return a function that runs one training step; without an optimizer, unless `how` names one. options: for FP8."""
     if how in ("", "blocks"):
         return lambda: run(x).sum().backward()
     fused = how in ("adamw", "train_step_fused")
@@ -178,8 +178,9 @@ def step_of(run: Any, x: Tensor, how: str, recipe: str) -> Callable[[], None]:
         update()
         optimizer.zero_grad()
 
-    compiled: Callable[[], None]
-    compiled = fp8pass.train_step(recipe=recipe, min_speedup=0)(step) if how.startswith("train_step") else step
+    if not how.startswith("train_step"):
+        return step
+    compiled: Callable[[], None] = fp8pass.train_step(recipe=recipe, min_speedup=0, **options)(step)
     return compiled
 
 

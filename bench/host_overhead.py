@@ -12,8 +12,10 @@ fp8pass. Ratios are to Inductor compiled layer by layer, and to Inductor compile
 Ways are "inductor", "torchao" (its tensorwise recipe; left out if torchao is not installed) and recipes of fp8pass.
 With ":blocks" each block is compiled by itself, with ":whole" the graph is compiled in one piece
 (`compile_once=False`), and with ":monitor" the numerics monitor counts. With ":adamw", ":compiled_adamw", ":train_step"
-and ":train_step_fused" the step has an optimizer, as in compile_time.py. Each number is the least of `--repeat`
-repetitions in a process of each way; ways take turns.
+and ":train_step_fused" the step has an optimizer, as in compile_time.py. With ":graphs", each forward, backward and
+update of fp8pass is replaced as a whole, as a CUDA graph is replayed: what is left is around these. What torch does to
+replay one needs a GPU, and is in no number. Each number is the least of `--repeat` repetitions in a process of each
+way; ways take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +37,13 @@ from compile_time import step_of as with_optimizer
 from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
 
+from fp8pass.compiler import cuda_graphs, lower
 from fp8pass.compiler.compiled_graph import Compilation, CompiledGraph
 
 WAYS = (
     *("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor"),
     *("inductor:adamw", "inductor:compiled_adamw", "delayed:adamw", "delayed:train_step", "delayed:train_step_fused"),
+    *("inductor:graphs", "inductor:compiled_adamw:graphs", "delayed:graphs", "delayed:train_step:graphs"),
 )
 BASE = "inductor:blocks"
 OPTIMIZED = {
@@ -76,22 +81,32 @@ class Clock:
         return sum([clock.seconds for clock in self.inner]) if self.inner else 0.0
 
 
-REPLAYS: dict[int, Any] = {}
-"""The last results of each generated function, by its id; empty while the functions run."""
 replays = False
 
 
-def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `CompiledFxGraph.__call__`, which returns aliases of its last results while `replays` is set."""
+def replayed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a function that, while `replays` is set, returns aliases of its last results."""
+    last = list[Any]()
 
-    def call(self: Any, inputs: Any) -> Any:
+    def call(inputs: list[Any]) -> Any:
         if not replays:
-            return function(self, inputs)
-        if id(self) not in REPLAYS:
-            REPLAYS[id(self)] = function(self, inputs)
-        else:
-            inputs.clear()
-        return [x.detach() if isinstance(x, torch.Tensor) else x for x in REPLAYS[id(self)]]
+            return function(inputs)
+        if not last:
+            last.append(function(inputs))
+        inputs.clear()
+        return [x.detach() if isinstance(x, torch.Tensor) else x for x in last[0]]
+
+    return call
+
+
+def replayed_by_self(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of generated functions, each of which is `replayed`."""
+    functions: dict[int, Callable[[list[Any]], Any]] = {}
+
+    def call(self: Any, inputs: list[Any]) -> Any:
+        if id(self) not in functions:
+            functions[id(self)] = replayed(partial(method, self))
+        return functions[id(self)](inputs)
 
     return call
 
@@ -103,7 +118,7 @@ OURS = Clock(inner=[GENERATED, WRAPPERS])
 
 def watch() -> None:
     """Time the generated code, AOTAutograd's wrappers around it, and what fp8pass does around those."""
-    CompiledFxGraph.__call__ = GENERATED.timed(replayed(CompiledFxGraph.__call__))  # type: ignore[method-assign]
+    CompiledFxGraph.__call__ = GENERATED.timed(replayed_by_self(CompiledFxGraph.__call__))  # type: ignore[method-assign]
     CompiledGraph.__call__ = OURS.timed(CompiledGraph.__call__)  # type: ignore[method-assign]
     init: Any = Compilation.__init__
 
@@ -113,26 +128,37 @@ def watch() -> None:
     Compilation.__init__ = timed_init  # type: ignore[method-assign, assignment]
 
 
+def record_on_cpu() -> None:
+    """Let fp8pass record CUDA graphs on a CPU, of what returns its last results again, as generated functions do."""
+    files: tuple[Any, ...] = cuda_graphs, lower
+    for file in files:
+        file.DEVICE_TYPE = "cpu"
+    files[0].cudagraphify = lambda function, *_, **__: GENERATED.timed(replayed(function))
+
+
 def step_of(way: str, layers: int) -> Callable[[], None]:
     """Return a function that runs one training step of a new model."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(layers)))
     x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
     kind, *marks = way.split(":")
-    options: dict[str, Any] = {}
+    mode = {"mode": "reduce-overhead"} if "graphs" in marks else {}
+    if mode:
+        record_on_cpu()
+    options: dict[str, Any] = mode
     if kind == "torchao":
         from torchao.float8 import convert_to_float8_training
 
         convert_to_float8_training(model)
     elif kind != "inductor":
-        fp8 = {"recipe": kind, "min_speedup": 0, "monitor": "monitor" in marks}
+        fp8 = {"recipe": kind, "min_speedup": 0, "monitor": "monitor" in marks, **mode}
         options = {"backend": "fp8pass", "options": {**fp8, **({"compile_once": False} if "whole" in marks else {})}}
     for block in model if "blocks" in marks else ():
         block.compile(**options)
     how = next((mark for mark in marks if mark in OPTIMIZED), "")
     run = model if "blocks" in marks or how in TRAIN_STEPS else torch.compile(model, **options)
     if how:
-        return with_optimizer(run, x, how, kind)
+        return with_optimizer(run, x, how, kind, **mode)
 
     def train() -> None:
         run(x).sum().backward()
@@ -174,6 +200,13 @@ def work(way: str, layers: int, steps: int) -> None:
     print("compiled", flush=True)
     for _ in sys.stdin:
         print(json.dumps(asdict(measure(step, steps))), flush=True)
+
+
+def whole_of(way: str) -> str:
+    """Return the way to compare with: Inductor's, as a whole, with the same optimizer, with or without CUDA graphs."""
+    marks = way.split(":")[1:]
+    base = next((OPTIMIZED[mark] for mark in marks if mark in OPTIMIZED), "inductor")
+    return f"{base}:graphs" if "graphs" in marks else base
 
 
 class Worker:
@@ -226,7 +259,7 @@ def main() -> None:
         least = {way: min(of, key=lambda row: row.python) for way, of in rows.items()}
         base = least.get(BASE)
         for way, row in least.items():
-            whole = least.get(OPTIMIZED.get(way.rpartition(":")[2], "inductor"))
+            whole = least.get(whole_of(way))
             ratios = (f"{row.python / other.python:.2f}" if other else "" for other in (base, whole))
             cells = f"{row.python:.0f}", *ratios, f"{row.python / layers:.0f}", f"{row.ours:.0f}"
             print(f"| {layers} | {way} | {' | '.join(cells)} |", flush=True)

@@ -78,7 +78,8 @@ class Run:
 
     def move(self, x: Tensor) -> None:
         """Give one weight other memory, without a change of its version."""
-        self.model[4].weight.data = self.model[4].weight.data * 1.25
+        weight: Any = self.model[4].weight
+        weight.data = weight.data * 1.25
 
     def load(self, x: Tensor) -> None:
         """Load parameters, or the FP8 state."""
@@ -92,7 +93,8 @@ class Run:
         values."""
         ways: list[Callable[[Tensor], Any]] = [self.fail, self.skip, self.evaluate, self.train_apart]
         ways += [self.edit, self.move, self.load, *[self.step] * 4]
-        known, values = [], []
+        known = list[Any]()
+        values = list[dict[str, Tensor]]()
         for i, way in enumerate([self.step] * 4 + random.Random(seed).choices(ways, k=EVENTS)):
             result = way(batch(i, 32, 32))
             known.append([(w.requantized, w.expected, *known_of(w.freshness)) for w in weights(self.model)])
