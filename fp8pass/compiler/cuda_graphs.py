@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import increment_version
 
 from fp8pass.base._torch import (
     CompileContext,
@@ -94,8 +95,16 @@ class Recorder:
 
     def forward(self, run: Boxed, line: Line, trains: bool) -> Boxed:
         """Return the line's forward, recorded from its second call on. trains: True if it has a backward."""
-        names = [*self._names, *line.attributes]
-        return self._recorded(run, names, self._all_static(line), line.written(self._written), is_inference=not trains)
+        names, written = [*self._names, *line.attributes], line.written(self._written)
+        recorded = self._recorded(run, names, self._all_static(line), written, is_inference=not trains)
+
+        def call(inputs: list[Any]) -> Sequence[Any]:
+            changed = [inputs[i] for i in written]
+            results = recorded(inputs)
+            increment_version(changed)  # a replay does not, and copies of weights are stale once their versions change
+            return results
+
+        return recorded if trains else call
 
     def backward(self, run: Boxed, saved: int, given: int) -> Boxed:
         """Return the backward, recorded from its second call on. saved, given: the numbers of its inputs.

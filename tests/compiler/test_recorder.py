@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fp8pass.compiler import cuda_graphs
 from fp8pass.compiler.cuda_graphs import Recorder
+from fp8pass.compiler.line import Line, Op
 from fp8pass.graph.annotation import Annotation
 from tests.compiler.test_one_node import Layer, last, middle
 from tests.compiler.test_one_node import Model as Few
@@ -102,3 +104,16 @@ def test_the_reason_why_nothing_is_recorded() -> None:
     recorder.note("layer", "3 equal layers, a to c", module, None, is_backward=True)
     with pytest.warns(UserWarning, match="no CUDA graph is recorded .* 3 equal layers, a to c runs op by op"):
         assert not recorder.accepts(Any, trains=True)  # type: ignore[arg-type]
+
+
+def test_a_replay_changes_the_versions_of_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that a CUDA graph replays changes no version, by which a stale copy of a weight is known."""
+    module = fx.symbolic_trace(nn.ReLU())
+    recorder = Recorder(Annotation(module, [], []), [])
+    recorder._written = {"update": (0,)}
+    monkeypatch.setattr(cuda_graphs, "cudagraphify", lambda *_, **__: lambda inputs: inputs.clear() or [])
+    weight, gradient = torch.zeros(2), torch.zeros(2)
+    replay = recorder.forward(list, Line([Op("update", (0, 1), 2, 0, ())], 2, 2, (), ()), trains=False)
+    for version in (1, 2):
+        assert replay([weight, gradient]) == []
+        assert (weight._version, gradient._version) == (version, 0)
