@@ -224,17 +224,28 @@ def optimizers_ranges_ignored() -> Iterator[None]:
     `Optimizer.step` opens such a range for the profiler, so every compiled training step would give a warning that its
     user could do nothing about. Only the name of that range in a profile is lost.
     """
-    loggers = [logging.getLogger(f"torch._dynamo.variables.{module}") for module in ("ctx_manager", "torch")]
-    for logger in loggers:
-        logger.addFilter(_is_not_of_range)
+    global _ranges_ignored
+    _filter_warnings()
+    _ranges_ignored += 1
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(_is_not_of_range)
+        _ranges_ignored -= 1
+
+
+_ranges_ignored = 0
+"""Number of open `optimizers_ranges_ignored` contexts."""
+
+
+@functools.cache
+def _filter_warnings() -> None:
+    for module in ("ctx_manager", "torch"):
+        logging.getLogger(f"torch._dynamo.variables.{module}").addFilter(_is_not_of_range)
 
 
 def _is_not_of_range(record: logging.LogRecord) -> bool:
+    if not _ranges_ignored:
+        return True
     message = record.getMessage()
     return not ("record_function" in message and message.endswith("will be ignored"))
 

@@ -177,6 +177,7 @@ class LineOfCalls:
         self._calls = _line_of_calls(annotation.module, noting)
         self._line: Line | None = line
         self._attributes = attributes
+        self._state = len(annotation.inputs)
         self._recorder = recorder
         self._node: OneNode | None = None
 
@@ -201,7 +202,7 @@ class LineOfCalls:
             self._line = None
             return
         try:
-            self._node = one_node_of(self._line, self._functions, self._attributes, self._recorder)
+            self._node = one_node_of(self._line, self._functions, self._attributes, self._recorder, self._state)
         except Other as why:
             self._line = None
             if self._recorder is not None:

@@ -29,19 +29,23 @@ MOST_BYTES = 1 << 30
 
 
 def one_node_of(
-    line: Line, functions: Mapping[str, Any], attributes: Sequence[Any] = (), recorder: Recorder | None = None
+    line: Line,
+    functions: Mapping[str, Any],
+    attributes: Sequence[Any] = (),
+    recorder: Recorder | None = None,
+    state: int = 0,
 ) -> OneNode:
     """Return the line as one node. Raises `Other` if it can't be one.
 
     functions: by name, the class that AOTAutograd has made of each, whose backward is compiled, or the function itself
-    if nothing in it has gradients. attributes, recorder: see `OneNode`.
+    if nothing in it has gradients. attributes, recorder, state: see `OneNode`.
     """
     ops = {op.function: op for op in line.ops if op.split is None}
     bodies = {
         name: _Body(f, len(ops[name].inputs), ops[name].count) if hasattr(f, "compiled_bw") else _Constant(f)
         for name, f in functions.items()
     }
-    return OneNode(line, bodies, attributes, recorder)
+    return OneNode(line, bodies, attributes, recorder, state)
 
 
 def line_without_gradients(
@@ -127,7 +131,8 @@ class OneNode:
     """A line of calls whose functions are compiled. bodies: of the functions, by name.
 
     attributes: the tensors that the line takes after the graph's inputs. recorder: records forward and backward as CUDA
-    graphs; None to run them as they are.
+    graphs; None to run them as they are. state: how many of the graph's inputs, the last ones, have no gradients:
+    autograd does not see them.
     """
 
     def __init__(
@@ -136,8 +141,10 @@ class OneNode:
         bodies: Mapping[str, _Body | _Constant],
         attributes: Sequence[Any] = (),
         recorder: Recorder | None = None,
+        state: int = 0,
     ) -> None:
         self.line = line
+        self.state = slice(line.inputs - len(attributes) - state, line.inputs - len(attributes))
         self.attributes = attributes
         self.bodies = [bodies.get(op.function) for op in line.ops]
         self.donates = any(body.donates for body in bodies.values())
@@ -157,7 +164,8 @@ class OneNode:
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the forward with the graph's inputs; return its outputs, which have one grad_fn."""
-        results: tuple[Any, ...] = _Node.apply(self, *inputs, *self.attributes)  # type: ignore[no-untyped-call]
+        state, start = inputs[self.state], self.state.start
+        results: tuple[Any, ...] = _Node.apply(self, state, *inputs[:start], *self.attributes)  # type: ignore[no-untyped-call]
         return results
 
     @functools.cached_property
@@ -235,14 +243,15 @@ class _Node(torch.autograd.Function):
     # in a compiled training step, Dynamo would trace these as the user's code
     @staticmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, node: OneNode, *inputs: Any) -> Any:
+    def forward(ctx: Any, node: OneNode, state: Sequence[Any], *others: Any) -> Any:
+        start = node.state.start
         with without_autocast():
-            results = node.forward([*inputs])
+            results = node.forward([*others[:start], *state, *others[start:]])
         end = len(node.line.outputs)
         outputs, checked, unchecked = results[:end], results[end : end + node.checked], results[end + node.checked :]
         del results
         ctx.node = node
-        ctx.save_for_backward(*(x.detach() if x._is_view() else x for x in checked))
+        ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in checked])
         ctx.unchecked = [x.detach() if x._is_view() else x for x in unchecked]
         ctx.mark_non_differentiable(*(x for i in node.not_differentiable if isinstance(x := outputs[i], Tensor)))
         ctx.set_materialize_grads(False)
@@ -262,10 +271,11 @@ class _Node(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
             ctx.unchecked = None
         with without_autocast(), torch.no_grad():
-            grads = ctx.node.backward(saved, tangents)
+            grads = [*ctx.node.backward(saved, tangents)]
+        del grads[ctx.node.state]
         if torch.is_grad_enabled():  # create_graph=True
-            return None, *_NotTwice.apply(torch.empty(0, requires_grad=True), *grads)  # type: ignore[no-untyped-call]
-        return None, *grads
+            return None, None, *_NotTwice.apply(torch.empty(0, requires_grad=True), *grads)  # type: ignore[no-untyped-call]
+        return None, None, *grads
 
 
 class _NotTwice(torch.autograd.Function):

@@ -365,16 +365,18 @@ def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield the objects for which `wanted` is true, among the roots and what they hold, to the depth `MAX_DEPTH`."""
     seen: set[int] = set()
-    todo = [(x, 0) for x in roots]
-    while todo:
-        x, depth = todo.pop(0)  # breadth first, so that each object is reached at its least depth
-        if id(x) in seen or isinstance(x, _LEAVES):
-            continue
-        seen.add(id(x))
-        if wanted(x):
-            yield x
-        if depth < MAX_DEPTH:
-            todo += [(value, depth + 1) for value in _held(x)]
+    level = list(roots)  # breadth first, so that each object is reached at its least depth
+    for depth in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for x in level:
+            if isinstance(x, _LEAVES) or id(x) in seen:
+                continue
+            seen.add(id(x))
+            if wanted(x):
+                yield x
+            if depth < MAX_DEPTH:
+                below += _held(x)
+        level = below
 
 
 def _reached(roots: Sequence[Any]) -> Iterator[Any]:
