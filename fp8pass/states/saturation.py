@@ -64,7 +64,7 @@ def overshoots(history: Tensor, rows: int, algo: object, margin: int) -> Tensor:
     newest, older = history[:rows], history[1 : rows + 1]
     if algo != "most_recent":
         # the largest of all older ones; of a function, which may return less, it is a bound
-        oldest_first = torch.stack([history[rows:].amax(0), *reversed(older[:-1].unbind())])
+        oldest_first = torch.cat([history[rows:].amax(0, keepdim=True), older[:-1].flip(0)])
         older = oldest_first.cummax(0).values.flip(0)
     ratio = newest / older / 2**margin
     return torch.where((older > 0) & torch.isfinite(ratio), ratio, 0).amax(0)
