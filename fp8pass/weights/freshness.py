@@ -186,16 +186,16 @@ class Copies:
     def __init__(self, weights: Iterable[WeightCopy]) -> None:
         self._weights = list(map(weakref.ref, weights))
         self._found_at = -1
-        self._found: list[Freshness] = []
+        self._found: list[weakref.ref[Freshness]] = []  # weak, as are the copies: it holds their state
 
     def freshness(self) -> list[Freshness]:
         """Return what is known of exactly these copies, of as many together as possible."""
-        found = self._found
+        found = [f for ref in self._found if (f := ref()) is not None]
         is_old = self._found_at != _newest or any(f.gone for f in found)
         if is_old or (len(found) > 1 and len({f.alike() for f in found}) < len(found)):
-            self._found = self._find()
-            self._found_at = _newest
-        return self._found
+            found = self._find()
+            self._found, self._found_at = list(map(weakref.ref, found)), _newest
+        return found
 
     def _find(self) -> list[Freshness]:
         members: dict[Freshness, list[WeightCopy]] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
+from fp8pass.states.slots import registry
 from fp8pass.weights.freshness import Copies, Freshness
 from fp8pass.weights.weight_cache import CopiesOfGraph
 from tests.helpers.train_step import RECIPE, batch, everything, tensors, weights
@@ -149,3 +152,18 @@ def test_weights_that_go_other_ways_do_not_join_again() -> None:
     assert len(two) == 2 and first.freshness()[0] in two
     first.invalidate()
     assert [w.is_fresh() for w in weights(run.model)] == [False, True, True, True]
+
+
+@pytest.mark.compiled
+def test_what_is_kept_for_the_next_step_holds_no_copy() -> None:
+    run = Run("compiled")
+    for i in range(4):
+        run.step(batch(i, 32, 32))
+    kept, copies = run.step._weights_of._found, weights(run.model)
+    assert len(kept.freshness()) == 1
+    x_q = [weakref.ref(w.x_q) for w in copies if w.x_q is not None]
+    del run, copies
+    torch._dynamo.reset()
+    registry.keep([])  # as a new model's state does
+    gc.collect()
+    assert kept.freshness() == [] and len(x_q) == 4 and not any(ref() is not None for ref in x_q)
