@@ -1,6 +1,6 @@
 """Measure the Python time of a training step around the generated code, beside plain Inductor and torchao.
 
-    python bench/host_overhead.py [--layers 1 8 32] [--ways inductor:blocks inductor delayed ...] [--steps 200]
+    python bench/host_overhead.py [--layers 4 12 32] [--ways inductor:blocks inductor delayed ...] [--steps 200]
 
 Prints a table of microseconds per step. The model has `--layers` equal blocks of attention and MLP. After some steps,
 the functions that Inductor generated are replaced by functions that return their last results again, so that no kernel
@@ -235,7 +235,7 @@ class Worker:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 32], help="numbers of blocks")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12, 32], help="numbers of blocks")
     parser.add_argument("--ways", nargs="+", default=WAYS, help="what to measure (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="steps per repetition (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="repetitions (default: %(default)s)")
