@@ -38,6 +38,7 @@ class Run:
         self.forward: Any = torch.compile(self.model, backend="fp8pass", options=options)
         self.step = fp8pass.train_step(self._step, **options, skip_nonfinite=not fused)
         self.saved = {name: x.clone() for name, x in self.model.state_dict().items()}
+        self.freed: list[Tensor] = []
 
     def _step(self, x: Tensor, fails: bool = False) -> Tensor:
         for optimizer in self.optimizers:
@@ -82,6 +83,7 @@ class Run:
     def move(self, x: Tensor) -> None:
         """Give one weight other memory, without a change of its version."""
         weight: Any = self.model[4].weight
+        self.freed.append(weight.data)  # or the next one may get the memory that the copy was made of
         weight.data = weight.data * 1.25
 
     def load(self, x: Tensor) -> None:
