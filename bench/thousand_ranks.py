@@ -82,7 +82,7 @@ COLD, WARM = 3, 3
 """Steps that compile, and later ones."""
 RANKS = (64, 512, 1024)
 LEFT_OUT = ("k", "v")
-"""What fp8pass declines on an H100 at the true sizes: `plan` checks it."""
+"""fp8pass declines these layers on an H100 at the true sizes; `plan` checks it."""
 WAYS = {
     "BF16": BF16,
     "torchao": replace(FP8, fp8_wire=True),
@@ -93,7 +93,7 @@ WAYS = {
 
 @dataclass
 class Found:
-    """What a rank has counted. found: the collectives of a step, as lists. state: bytes of scales and amaxes.
+    """Hold what a rank has counted. found: the collectives of a step, as lists. state: bytes of scales and amaxes.
 
     compiled: CPU seconds. reducing: CPU seconds of a step in which this rank reduces amaxes.
     """

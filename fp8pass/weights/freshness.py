@@ -28,8 +28,9 @@ _newest = next(_made)
 
 
 class Freshness:
-    """What is known of the copies of some weights. state: of the graph that was called last; None if scales need none.
+    """Tracks when the copies of some weights were made, and of what.
 
+    state: of the graph that was called last; None if scales need none.
     A DTensor, and the tensor with its part, count their versions separately; a weight of DTensors joins no others.
     """
 
@@ -50,7 +51,7 @@ class Freshness:
         """The recipe, and the number of times that its state was loaded, when the copies were made."""
         self._divided = any(isinstance(p, DTensor) for p in parts)
         self._kin: object = object() if self._divided else None
-        """What only weights that may join have in common."""
+        """Weights join only those that have the same object here."""
         self._hold([weight])
 
     def _hold(self, weights: Sequence[WeightCopy]) -> None:
@@ -62,7 +63,7 @@ class Freshness:
         self._weights = list(map(weakref.ref, weights))
         parts = [ref() for w in weights for ref in w.part_refs]
         self.gone: list[Any] = [p for p in parts if p is None]
-        """Not empty once a parameter is freed."""
+        """Gets the weak reference of each parameter that is freed."""
         self._parts = [weakref.ref(p, self.gone.append) for p in parts if p is not None]
         for w in weights:
             w.freshness = self

@@ -72,7 +72,7 @@ class _CachedPlan:
 
     def __init__(self, plan: _Plan) -> None:
         self._gone = list[Any]()
-        """Not empty once one of these is freed."""
+        """Gets the weak reference of each weight, state or tensor that is freed."""
         self._weights, self._states = list(map(self._ref, plan.weights)), list(map(self._ref, plan.states))
         call = UpdateCall(plan.weights, plan.states, {}, (), None, None, None)
         fixed = [self._ref(x.value(call)) if x.is_fixed else None for x in plan.compiled.inputs]

@@ -32,7 +32,7 @@ class WeightCopy(ABC):
     def __init__(self, parts: Sequence[Tensor], stored: Sequence[str], state: InstanceState | None = None) -> None:
         self.part_refs = tuple(map(weakref.ref, parts))
         self.freshness = Freshness(self, parts, state)
-        """What is known of this copy, maybe together with others."""
+        """Tracks when this copy was made, and of what; other copies may share it."""
         self._rows = [part_of(p).shape[0] for p in parts]
         self.x_q: Tensor | None = None
         self.x_t: Tensor | None = None
@@ -134,7 +134,7 @@ class WeightCopy(ABC):
 
     @property
     def _alone(self) -> Freshness:
-        """What is known of this copy, and of no other from now on."""
+        """The `freshness` of this copy, which no other shares from now on."""
         self.freshness.apart()
         return self.freshness
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8pass.compiler import lower
+from fp8pass.compiler import cuda_graphs, lower
 from fp8pass.compiler.cuda_graphs import Boxed, Recorder
 from fp8pass.compiler.line import Line
 
@@ -73,18 +73,13 @@ def taped() -> Iterator[Log]:
             self._written = defaultdict(tuple)
             return True
 
-        def _recorded(
-            self,
-            run: Boxed,
-            names: Sequence[str],
-            static: Sequence[int],
-            written: Sequence[int] = (),
-            is_backward: bool = False,
-            is_inference: bool = False,
-        ) -> Boxed:
-            return _replaying(run, static, "backward" if is_backward else "update" if is_inference else "forward", log)
+    def cudagraphify(run: Boxed, static: Sequence[int], *, is_backward: bool, is_inference: bool, **_: Any) -> Boxed:
+        return _replaying(run, static, "backward" if is_backward else "update" if is_inference else "forward", log)
 
-    with mock.patch.multiple(lower, Recorder=Taped, _records=lambda *_: True):
+    with (
+        mock.patch.multiple(lower, Recorder=Taped, _records=lambda *_: True),
+        mock.patch.object(cuda_graphs, "cudagraphify", cudagraphify),
+    ):
         yield log
 
 

@@ -1,4 +1,4 @@
-"""What is known of the copies of several weights together is what would be known of each by itself."""
+"""Copies that share a `Freshness` are quantized again exactly when copies that share none are."""
 
 from __future__ import annotations
 
