@@ -21,6 +21,7 @@ from fp8pass.compiler.line import Line, line_of
 from fp8pass.compiler.one_node import MOST_BYTES, OneNode, Other, line_without_gradients, one_node_of
 from fp8pass.graph.annotation import Annotation, copy_to_edit, graphs_of, is_state_input
 from fp8pass.quant import ops
+from fp8pass.weights.update_key import attribute
 
 CompileBody = Callable[[str, fx.GraphModule, list[Any]], Callable[..., Any]]
 """Compiles a function, from its name, its graph and examples of its inputs."""
@@ -45,7 +46,7 @@ def lower_bodies(
         if recorder is not None:
             recorder.refuse("it returns an input, or one result twice, or computes something outside of its layers")
         return _line_of_calls(annotation.module, compiler.compiled)
-    attributes = [getattr(annotation.module, name) for name in line.attributes]
+    attributes = [attribute(annotation.module, name) for name in line.attributes]
     if joins:
         return LineOfCalls(annotation, compiler, line, attributes, recorder)
     if recorder is not None and not recorder.accepts(line, trains=False):
