@@ -114,6 +114,7 @@ with required_names():
         is_fake,
         unset_fake_temporarily,
     )
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
     from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
     from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
     from torch.distributed import _functional_collectives
@@ -122,6 +123,7 @@ with required_names():
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
     from torch.fx.experimental.symbolic_shapes import (
         RelaxedUnspecConstraint,
         StrictMinMaxConstraint,
@@ -134,7 +136,11 @@ with required_names():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        is_traceable_wrapper_subclass,
+    )
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_in_force
     from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -179,6 +185,12 @@ with required_names():
 
     COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
     """The dispatch key for which decompositions of ops are registered."""
+
+    AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
+    """The dispatch keys of autograd for tensors on the devices that fp8pass supports."""
+
+    TracingMode = (FunctionalTensorMode, ProxyTorchDispatchMode, FakeTensorMode)
+    """The modes in which AOTAutograd traces."""
 
     ensure_device_guard = torch._C._ensureCUDADeviceGuardSet
     """A function that puts the registered guard for CUDA devices in force."""
@@ -698,6 +710,13 @@ def computed_by_meta(mode: FakeTensorMode, target: Callable[..., Any], args: Any
     with in_kernel_invocation_manager(mode):
         result = target(*args, **kwargs)
     return FakeTensor(mode, result, args[0].device)
+
+
+def another_like(x: FakeTensor, dtype: torch.dtype) -> FakeTensor:
+    """Return a fake tensor of this dtype, with the shape, strides and device of `x`, and storage that no other has."""
+    with in_kernel_invocation_manager(x.fake_mode):
+        storage = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+    return FakeTensor(x.fake_mode, storage, x.device)
 
 
 def as_fakes(inputs: Sequence[Any]) -> list[Any]:

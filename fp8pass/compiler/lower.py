@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from fp8pass.dump.writer import Dump
 from fp8pass.graph.annotation import Annotation, is_state_input
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options.config import Config
+from fp8pass.passes.joint.expand_quantizers import ExpandQuantizers
+from fp8pass.quant.one_op import one_op_each
 from fp8pass.report.drawing import drawn
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.states.steps import RegionPass, checkpointed_region
@@ -60,7 +63,8 @@ def lower(
         joint_passes.note = None if recorder is None else functools.partial(recorder.note, name, title)
         # Dynamo compiles a graph in its first call, so the region that runs now is the one around the graph
         joint_passes.is_repeated = (around := checkpointed_region()) is not None and around[1] is RegionPass.FIRST
-        with timing.counting("tracing"), context_of_one_graph():
+        one_op = one_op_each() if attempt.runs(ExpandQuantizers.name) else nullcontext()
+        with timing.counting("tracing"), context_of_one_graph(), one_op:
             compiled = with_lowering(module, inputs, joint_passes, later)
         if not wants_only_verdicts():
             publish(Report(timings=[timing]))

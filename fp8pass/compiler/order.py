@@ -23,6 +23,7 @@ from fp8pass.passes.joint.batch_records import BatchRecords
 from fp8pass.passes.joint.blockwise_mm import BlockwiseMM
 from fp8pass.passes.joint.canonicalize import Canonicalize
 from fp8pass.passes.joint.expand_blocks import ExpandBlocks
+from fp8pass.passes.joint.expand_quantizers import ExpandQuantizers
 from fp8pass.passes.joint.grouped_mm import GroupedMM
 from fp8pass.passes.joint.list_matmuls import ListMatmuls
 from fp8pass.passes.joint.quantize_collectives import QuantizeCollectives
@@ -68,7 +69,8 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
 
 
 JOINT: tuple[Pass[JointContext], ...] = (
-    Canonicalize(),  # first: the other passes know one spelling of quantize and dequantize
+    ExpandQuantizers(),  # first: the other passes look for ATen ops
+    Canonicalize(),  # before the others, which know one spelling of quantize and dequantize
     ListMatmuls(),  # before any rewrite, so that every matmul of the user has a verdict
     ReadCopies(),  # before the rewrites, which remove the dequantizes that it lets the backward read
     QuantizeCollectives(),  # before the rewrites, which look for tensors that are dequantized after a collective

@@ -51,7 +51,6 @@ def run_all(
                     check(p.name)
                 if step.applied and trial is not None:
                     trial.applied.add(p.name)
-    module.recompile()
 
 
 def verifier(graph: fx.Graph, context: Context) -> Callable[[str], None]:

@@ -22,7 +22,8 @@ from fp8pass.recipes import KINDS, Kind, Recipe, Role
 Way = Literal["configured", "eager", "reference"]
 """Ways to run graphs: by the program's options; op by op after all passes; op by op as annotated, with no pass."""
 REQUIRED = (
-    "list_matmuls", "keep_strides", "take_states", "read_moments", "skip_nonfinite", "write_moments", "write_weights",
+    "expand_quantizers", "list_matmuls", "keep_strides", "take_states", "read_moments", "skip_nonfinite",
+    "write_moments", "write_weights",
 )  # fmt: skip
 """Passes that always run: they change nothing and other passes need them, or they add the inputs that updates need."""
 

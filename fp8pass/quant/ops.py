@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from fp8pass.base import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
+from fp8pass.quant.one_op import QUANTIZER, Elementwise, is_traced
 from fp8pass.quant.random_bits import keys_of as keys_of
 from fp8pass.quant.sharded import Division, amax_over, copy_of, on_part, part_of, recorded_over, with_part
 from fp8pass.recipes import (
@@ -110,7 +111,7 @@ RECORD = torch.ops.fp8pass.record.default
 
 
 @dataclass(frozen=True)
-class Delayed:
+class Delayed(Elementwise):
     """Quantizes one tensor of a graph with the scale of its slot.
 
     slot: index in `scales`. index: index in the `amax` that it is called with. bootstrap: True to scale by this
@@ -133,32 +134,54 @@ class Delayed:
         """The index of a copy's scale_inv in `SlotTensors.weight_copy_scales`."""
         return 0, self.index
 
+    @property
+    def records(self) -> bool:
+        """See `Elementwise`."""
+        return self.record
+
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
         """Quantize and dequantize `x`; record its amax in `amax`, in place."""
         return scaling.dequantize(*self.parts(x, scales, amax), x.dtype)
+
+    def results(self, x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Return `x` quantized and dequantized, and, if it records, `amax` with that of `x`."""
+        x_, new = self.by_scale(x, scales[self.slot])
+        return (x_, self._merged(amax, new)) if self.record else (x_,)
+
+    def by_scale(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `x` quantized and dequantized, and its amax f32[]. scale: f32[], of the slot."""
+        x_q, scale_inv, new = self._quantized(x, scale)
+        return scaling.dequantize(x_q, scale_inv, x.dtype), new
 
     def parts(self, x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; record its amax in `amax`, in place. Return (`x_q`, scale_inv f32[])."""
         x_q, scale_inv, new = self.with_amax(x, scales)
         if self.record:
-            amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
+            amax.copy_(self._merged(amax, new))
         return x_q, scale_inv
+
+    def _merged(self, amax: Tensor, new: Tensor) -> Tensor:
+        merged: Tensor = record(amax, new, self.index, self.recipe.on_nonfinite)
+        return merged
 
     def with_amax(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[])."""
+        return self._quantized(x, scales[self.slot])
+
+    def _quantized(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         new = scaling.amax(x)
         # `new` is the amax of this rank's part: not the one to scale by if ranks have other parts
-        scale = self._scale(x, scales, None if self.over else new)
+        scale = self._scale(x, scale, None if self.over else new)
         x_q = scaling.quantize(x, scale, self.dtype)
         return x_q, scaling.inverse_unless_nonfinite(scale, new), new
 
     def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` in the shape in which it is quantized, and the scale."""
-        return x, self._scale(x, scales)
+        return x, self._scale(x, scales[self.slot])
 
-    def _scale(self, x: Tensor, scales: Tensor, amax: Tensor | None = None) -> Tensor:
-        """Return the scale f32[]. amax: of `x`, if it is known already."""
-        scale = self._delayed_scale(x, scales)
+    def _scale(self, x: Tensor, scale: Tensor, amax: Tensor | None = None) -> Tensor:
+        """Return the scale f32[] that `x` is quantized by. scale: of the slot. amax: of `x`, if it is known already."""
+        scale = self._delayed_scale(x, scale)
         if not self.recipe.requantizes:
             return scale
         amax = _amax_of_whole(x, self.over) if amax is None else amax
@@ -167,7 +190,7 @@ class Delayed:
 
     def is_requantized(self, x: Tensor, scales: Tensor, *_: Tensor) -> Tensor | None:
         """Return whether `x` is quantized by its own amax because its delayed scale saturates, b8[]; None for never."""
-        return self._saturates(x, self._delayed_scale(x, scales)) if self.recipe.requantizes else None
+        return self._saturates(x, self._delayed_scale(x, scales[self.slot])) if self.recipe.requantizes else None
 
     def _saturates(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return whether more than the threshold of the elements of `x` are too large for the format, b8[]."""
@@ -180,8 +203,7 @@ class Delayed:
             return count > self.recipe.saturation_threshold
         return count > self.recipe.saturation_threshold * x.numel()
 
-    def _delayed_scale(self, x: Tensor, scales: Tensor) -> Tensor:
-        scale = scales[self.slot]
+    def _delayed_scale(self, x: Tensor, scale: Tensor) -> Tensor:
         if self.bootstrap:
             amax = _amax_of_whole(x, self.over)
             dynamic = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
@@ -198,7 +220,7 @@ def _amax_of_whole(x: Tensor, over: tuple[str, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Elementwise):
     """Quantizes one tensor with the scale from its own amax; 1 for a tensor of zeros. over: see `Delayed`."""
 
     recipe: DynamicScaling
@@ -211,6 +233,10 @@ class Dynamic:
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return scaling.dequantize(*self.parts(x), x.dtype)
+
+    def results(self, x: Tensor, *_: Tensor) -> tuple[Tensor]:
+        """Return what it returns when it is called."""
+        return (self(x),)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv f32[])."""
@@ -232,7 +258,7 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class Rowwise:
+class Rowwise(Elementwise):
     """Quantizes one tensor with a scale for each row, from the amax over `dims`, which the matmul sums over."""
 
     recipe: RowwiseScaling
@@ -245,6 +271,10 @@ class Rowwise:
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return scaling.dequantize(*self.parts(x), x.dtype)
+
+    def results(self, x: Tensor, *_: Tensor) -> tuple[Tensor]:
+        """Return what it returns when it is called."""
+        return (self(x),)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv of each row, f32 with size 1 along `dims`)."""
@@ -398,7 +428,7 @@ def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Te
 
 
 @dataclass(frozen=True)
-class Static:
+class Static(Elementwise):
     """Quantizes one tensor with a fixed scale. Saturates; NaN stays NaN.
 
     slot: column in `scales` f32[2, T], whose rows are the scales and their reciprocals.
@@ -420,6 +450,10 @@ class Static:
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return frozen_operand(scaling.quantize(x, scales[0, self.slot], self.dtype), self, x.dtype, scales)
+
+    def results(self, x: Tensor, *state: Tensor) -> tuple[Tensor]:
+        """Return what it returns when it is called."""
+        return (self(x, *state),)
 
     def scaled(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""
@@ -480,9 +514,18 @@ def quantized(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     def of_part(part: Tensor, groups: tuple[str, ...]) -> Tensor:
         if groups and isinstance(quantizer, (Delayed, Dynamic)):
             return replace(quantizer, over=groups)(part, *state)
+        if isinstance(quantizer, Elementwise) and is_traced(part):
+            return _as_one_op(quantizer, part, *state)
         return quantizer(part, *state)
 
     return on_part(of_part, x)
+
+
+def _as_one_op(quantizer: Elementwise, x: Tensor, *state: Tensor) -> Tensor:
+    x_, *written = QUANTIZER(quantizer, x, *state)
+    for new in written:
+        state[-1].copy_(new)
+    return x_
 
 
 def frozen_operand(x_q: Tensor, quantizer: Static, dtype: torch.dtype, scales: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fp8pass.graph.builder import Builder, Computed, compute, compute_val, erase
 from fp8pass.graph.pass_base import KernelsContext
 from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config
+from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers import ROOT
 from tests.helpers.harness import aten, capture, compiled, verdicts
 from tests.helpers.models import make
@@ -311,6 +312,33 @@ def test_a_meta_kernel_says_what_the_fake_mode_says(name: str, turned: bool) -> 
         return y.dtype, y.device, y.shape, y.stride(), y.storage_offset(), shares
 
     assert facts(quick) == facts(slow)
+
+
+LIKE_FIRST: dict[str, tuple[Any, ...]] = {
+    "abs": (aten.abs.default,),
+    "clamp_min": (aten.clamp_min.default, -448.0),
+    "cast": (torch.ops.prims.convert_element_type.default, torch.float8_e4m3fn),
+    "mul by a number": (aten.mul.Tensor, 2.0),
+    "mul by a scalar": (aten.mul.Tensor, torch.ones(())),
+    "mul by a double scalar": (aten.mul.Tensor, torch.ones((), dtype=torch.float64)),
+    "mul by rows": (aten.mul.Tensor, torch.ones(4, 1)),
+    "mul by more dimensions": (aten.mul.Tensor, torch.ones(2, 1, 1)),
+    "quantize": (QUANTIZE, torch.ones(4, 1), torch.float8_e5m2),
+}
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(4, 4), torch.ones(4, 4).t(), torch.ones(1, 4).expand(4, 4)], ids=["rows", "columns", "repeated"]
+)
+@pytest.mark.parametrize("name", LIKE_FIRST)
+def test_a_result_like_the_first_argument_is_what_the_fake_mode_says(name: str, x: Tensor) -> None:
+    mode = FakeTensorMode()
+    target, *others = LIKE_FIRST[name]
+    args = [mode.from_tensor(y) if isinstance(y, Tensor) else y for y in (x, *others)]
+    quick = compute(mode, target, args, {})
+    with mock.patch("fp8pass.graph.builder._LIKE_FIRST", {}):
+        slow = compute(mode, target, args, {})
+    assert (quick.dtype, quick.shape, quick.stride()) == (slow.dtype, slow.shape, slow.stride())
 
 
 def test_inline_traces_a_function_into_the_graph() -> None:
