@@ -1,8 +1,8 @@
 """Quantize-dequantize (QDQ) as differentiable torch functions, which users call and the annotate pass inserts.
 
 The annotate pass inserts calls of these functions into a graph. Run eagerly they are the numerical reference; traced by
-AOTAutograd they become the plain ATen quantize and dequantize that the `scaled_mm` pass looks for. So nothing here may
-depend on whether it is being compiled.
+AOTAutograd they become the plain ATen quantize and dequantize that the `scaled_mm` pass looks for, by way of one op for
+each quantizer: see `one_op.py`. So nothing here may compute anything else when it is being compiled.
 """
 
 from __future__ import annotations
