@@ -136,16 +136,24 @@ def accumulate(module: Any) -> Iterator[None]:
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
-    accumulation = _Accumulation(module=module)
-    # a walk takes long, and few programs have any
-    scale_states = [m for m in modules_of(module) if isinstance(m, ScaleState)] if ScaleState.was_made else []
-    with ExitStack() as stack:
-        for scale_state in scale_states:
-            stack.enter_context(_holding(scale_state))
-        stack.enter_context(postponed())
-        _accumulations.append(accumulation)
-        stack.callback(_accumulations.remove, accumulation)
+    with accumulate_all([module]):
         yield
+
+
+@contextmanager
+def accumulate_all(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Make all forwards and backwards of each module within this context one step: `accumulate` of each."""
+    begun = [_Accumulation(module=module) for module in modules]
+    with ExitStack() as stack, postponed():
+        if ScaleState.was_made:  # a walk takes long, and few programs have any
+            for scale_state in (m for module in modules for m in modules_of(module) if isinstance(m, ScaleState)):
+                stack.enter_context(_holding(scale_state))
+        _accumulations.extend(begun)
+        try:
+            yield
+        finally:
+            for accumulation in begun:
+                _accumulations.remove(accumulation)
 
 
 def accumulates() -> bool:

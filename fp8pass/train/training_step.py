@@ -16,7 +16,6 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -41,7 +40,7 @@ from fp8pass.quant.sharded import divided_several_times, part_of
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.states.checkpoint import State
 from fp8pass.states.model_state import goes_along, state
-from fp8pass.states.steps import accumulate
+from fp8pass.states.steps import accumulate_all
 from fp8pass.train.dtensors import dtensors_op_by_op
 from fp8pass.train.early_updates import EarlyUpdates
 from fp8pass.train.write_copies import CopyWriter, note_fused
@@ -49,7 +48,7 @@ from fp8pass.weights.parameter_bytes import ParameterBytes, parameter_bytes
 from fp8pass.weights.update_count import count_updates
 from fp8pass.weights.update_graph import UpdateGraph
 from fp8pass.weights.weight_bounds import predict
-from fp8pass.weights.weight_cache import WeightsOf, weights_of
+from fp8pass.weights.weight_cache import WeightsOf, trained, weights_of
 from fp8pass.weights.weight_copy import DelayedWeight, WeightCopy
 
 MAX_DEPTH, MAX_ITEMS = 3, 64
@@ -95,7 +94,7 @@ class TrainStep:
         backend = configured(lambda: config)(_held_weakly(self._compile))
         self._compiled = torch.compile(function, backend=backend)
         self._writer = CopyWriter(config)
-        self._weights_of = WeightsOf()
+        self._weights_of = WeightsOf(trained)
         self._early: EarlyUpdates | None = None
         if config.update_in_backward:
             _check_early(config)
@@ -130,28 +129,24 @@ class TrainStep:
         models, optimizers = self._found(args, kwargs)
         if self.config.moments is not None or self.config.rounds_stochastically:
             count_updates(optimizers)
-        with ExitStack() as stack:
-            stack.enter_context(optimizers_ranges_ignored())
-            stack.enter_context(dtensors_op_by_op())
-            for model in models:
-                stack.enter_context(accumulate(model))
-            are_checked = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
-            stack.enter_context(self._calls.caught(models, is_first=not are_checked))
-            run = self._run if are_checked else functools.partial(self._first_call, models, optimizers)
-            before, faults = Counter(counters["graph_break"]), len(gone_on_after)
+        are_checked = models and optimizers and all(x in self._checked for x in (*models, *optimizers))
+        run = self._run if are_checked else functools.partial(self._first_call, models, optimizers)
+        caught = self._calls.caught(models, is_first=not are_checked)
+        breaks, faults = dict(counters["graph_break"]), len(gone_on_after)
+        with optimizers_ranges_ignored(), dtensors_op_by_op(), accumulate_all(models), caught:
             result = run(*args, **kwargs)
-            self._breaks += Counter(counters["graph_break"]) - before
+        if breaks != (now := dict(counters["graph_break"])):
+            self._breaks += Counter(now) - Counter(breaks)
+        if len(gone_on_after) > faults:
             # A backward may be compiled when it runs, in one of autograd's threads, where `collect` does not see it.
             late = [fault for fault in gone_on_after[faults:] if fault not in self._collected.faults]
             self._collected.add(Report(faults=late))
-        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
-        copies = self._weights_of(parameters)
-        with collect() as report:
-            self._writer.write(copies)
-        self._collected.add(report)
+        copies = self._weights_of(optimizers)
+        self._writer.write(copies, self._collected)
         copies.end_step()
-        write_shards(parameters)
-        self._store_moments(optimizers)
+        write_shards(trained(optimizers))
+        if self.config.moments is not None:
+            self._store_moments(optimizers)
         return result
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -381,23 +376,24 @@ def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any
 
 def _reached(roots: Sequence[Any]) -> Iterator[Any]:
     """Yield the models, optimizers and gradient scalers among the roots and what they hold."""
-    return reached(roots, lambda x: isinstance(x, (nn.Module, Optimizer)) or _is_scaler(x))
+    return reached(roots, lambda x: isinstance(x, _WANTED))
 
 
+_WANTED = (nn.Module, Optimizer, torch.amp.GradScaler)
 _LEAVES = (Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 
 
 def _held(x: Any) -> list[Any]:
     """Return the objects that an object holds: attributes, elements, a function's closure and globals."""
-    if isinstance(x, TrainStep):
-        return [x._function]
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, types.FunctionType):
         # The cell of a name that is not yet assigned is empty, and raises ValueError when read.
-        cells = [c.cell_contents for c in x.__closure__ or () if c != types.CellType()]
+        cells = [c.cell_contents for c in x.__closure__ or () if c != _EMPTY]
         named = (x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)
         return [*cells, *named, *(x.__defaults__ or ())]
+    if isinstance(x, TrainStep):
+        return [x._function]
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, Optimizer):
@@ -412,6 +408,7 @@ def _held(x: Any) -> list[Any]:
     return [*vars(x).values(), *slots] if hasattr(x, "__dict__") else slots
 
 
+_EMPTY = types.CellType()
 # Every module has these, the dict of submodules among them: what they hold belongs to the module that was found.
 _OF_MODULES = set(vars(nn.Module()))
 

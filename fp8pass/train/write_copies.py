@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from fp8pass.base._torch import ConstantSource, FakeTensorMode, TracingContext, leave_steps_op_by_op, tracing
 from fp8pass.compiler.update_compiler import update_graph
 from fp8pass.options.config import Config
-from fp8pass.weights.freshness import Copies
+from fp8pass.report.report import Report, collect
+from fp8pass.weights.freshness import Copies, Freshness
 from fp8pass.weights.update_graph import UpdateGraph
-from fp8pass.weights.weight_cache import newest
 
 _fused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The fused optimizers of training steps."""
@@ -43,18 +43,30 @@ class CopyWriter:
     def __init__(self, config: Config) -> None:
         # what an optimizer does to its moments and its parameters is done
         self._config = replace(config, skip_nonfinite=False, optimizer_state="off", update_rounding="nearest")
-        self._updates: dict[tuple[int, ...], UpdateGraph] = {}
+        self._stale: list[weakref.ref[Freshness]] = []
+        self._parts: list[weakref.ref[Tensor]] = []
+        self._update: UpdateGraph | None = None
 
-    def write(self, copies: Copies) -> None:
-        """Write those of the copies that this step has left as they were."""
+    def write(self, copies: Copies, report: Report) -> None:
+        """Write those of the copies that this step has left as they were. report: gets that of what is compiled."""
         stale = [known for known in copies.freshness() if not known.was_written and known.knows_next_scale]
         if not stale:
             return
-        parts = list({id(p): p for known in stale for p in known.parts}.values())
-        key = newest(), *map(id, parts)
-        if key not in self._updates:
-            self._updates = {key: self._update_of(parts)}
-        self._updates[key](*parts)
+        if self._update is None or stale != [ref() for ref in self._stale]:
+            self._prepare(list({id(p): p for known in stale for p in known.parts}.values()), report)
+            self._stale = list(map(weakref.ref, stale))
+        assert self._update is not None
+        self._update(*[ref() for ref in self._parts])
+
+    def _prepare(self, parts: Sequence[Tensor], report: Report) -> None:
+        """Compile an update of these parameters, unless the last one was of the same."""
+        if len(parts) == len(self._parts) and all(ref() is p for ref, p in zip(self._parts, parts, strict=True)):
+            return
+        with collect() as found:
+            self._update = self._update_of(parts)
+            self._update.compile(parts)
+        self._parts = list(map(weakref.ref, parts))
+        report.add(found)
 
     def _update_of(self, parameters: Sequence[Tensor]) -> UpdateGraph:
         graph, mode = fx.Graph(), FakeTensorMode()

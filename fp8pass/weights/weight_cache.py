@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fp8pass.base import scaling
 from fp8pass.base._torch import before_eager_optimizers
@@ -29,14 +32,14 @@ from fp8pass.weights.freshness import Copies
 from fp8pass.weights.weight_copy import DelayedWeight, WeightByItself, WeightCopy
 
 
-def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
+def _invalidate_before_step(optimizer: Optimizer) -> None:
     """Mark the copies of an optimizer's weights as stale, before each eager step of the optimizer.
 
     Some third-party optimizers write into `p.data`, which does not bump the version counter of `p`.
     """
     if len(_weights):
-        find = _of_optimizer.setdefault(optimizer, WeightsOf())
-        find([p for group in optimizer.param_groups for p in group["params"]]).invalidate()
+        find = _of_optimizer.get(optimizer) or _of_optimizer.setdefault(optimizer, WeightsOf())
+        find([optimizer]).invalidate()
 
 
 # weak: what reads a copy holds it: a state (`InstanceState.derived`), or a graph (`CopiesOfGraph`)
@@ -260,21 +263,38 @@ def weights_of(tensors: Sequence[Tensor]) -> list[WeightCopy]:
     return [w for w in list(_weights.values()) if w.has_part(ids)]
 
 
-class WeightsOf:
-    """Finds the copies of an optimizer step's weights, and keeps them until there are others."""
+def updated(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Return an iterator over the parameters of optimizers that runs no Python for each."""
+    return itertools.chain.from_iterable(group["params"] for o in optimizers for group in o.param_groups)
 
-    def __init__(self) -> None:
+
+def trained(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """Return an iterator over the parameters of optimizers that require a gradient."""
+    return filter(attrgetter("requires_grad"), updated(optimizers))
+
+
+class WeightsOf:
+    """Finds the copies of weights that optimizers update, and keeps them until there are others.
+
+    parameters: returns those that count, of the optimizers.
+    """
+
+    def __init__(self, parameters: Callable[[Iterable[Optimizer]], Iterable[Tensor]] = updated) -> None:
+        self._parameters = parameters
         self._newest = -1
-        self._parameters: list[int] = []
+        self._ids: list[int | None] = []
+        """The ids of the parameters, and None at the end."""
         self._found = Copies(())
 
-    def __call__(self, parameters: Sequence[Tensor]) -> Copies:
+    def __call__(self, optimizers: Iterable[Optimizer]) -> Copies:
         """Return the copies that `weights_of` returns."""
-        ids = list(map(id, parameters))
-        if self._newest != newest() or self._parameters != ids:
-            self._newest, self._parameters = newest(), ids
-            self._found = Copies(weights_of(parameters))
+        # each step compares all parameters, so it makes no list of them
+        ids = itertools.chain(map(id, self._parameters(optimizers)), (None,))
+        if self._newest != newest() or not all(map(operator.eq, ids, self._ids)):
+            found = list(self._parameters(optimizers))
+            self._newest, self._ids = newest(), [*map(id, found), None]
+            self._found = Copies(weights_of(found))
         return self._found
 
 
-_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, WeightsOf] = weakref.WeakKeyDictionary()
+_of_optimizer: weakref.WeakKeyDictionary[Optimizer, WeightsOf] = weakref.WeakKeyDictionary()
