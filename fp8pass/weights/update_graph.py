@@ -7,6 +7,7 @@ compiled at its first call, and again when another weight has a copy.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ class _Plan:
     """The compiled function for a call, and the objects that give its inputs: see `UpdateCall`.
 
     key: what the function is compiled for; `key.writes` goes with `weights`, which `copies` are of. counted: `updates`
-    and `seeds`. fixed: the tensors of inputs that are fixed, and None for others; empty before the first call.
+    and `seeds`.
     """
 
     weights: Sequence[WeightCopy]
@@ -57,38 +58,43 @@ class _Plan:
     compiled: CompiledUpdate
     counted: tuple[Tensor | None, Tensor | None]
     bounds: Mapping[int, Bounds]
-    fixed: Sequence[weakref.ref[Tensor] | None] = ()
-
-    def values(self, call: UpdateCall) -> list[Tensor]:
-        """Return the values of the function's inputs after Dynamo's."""
-        if not self.fixed:
-            return [x.value(call) for x in self.compiled.inputs]
-        inputs: Any = zip(self.compiled.inputs, self.fixed, strict=True)
-        return [x.value(call) if ref is None else ref() for x, ref in inputs]
 
 
-class _CachedPlan:
-    """A plan for the next call with the same tensors, held by weak references, so that a model can be freed."""
+class _KeptPlan:
+    """A plan for calls with the same tensors, held by weak references, so that a model can be freed.
 
-    def __init__(self, plan: _Plan) -> None:
+    newest: as `newest` returned it when the plan was made. given: the arguments that the plan depends on, by position.
+    """
+
+    def __init__(self, plan: _Plan, newest: int, given: Mapping[int, Any]) -> None:
+        self.run, self.copies, self.moments = plan.compiled.run, plan.copies, plan.key.moments
+        self._newest, self._positions, self._ids = newest, list(given), list(map(id, given.values()))
         self._gone = list[Any]()
         """Gets the weak reference of each weight, state or tensor that is freed."""
         self._weights, self._states = list(map(self._ref, plan.weights)), list(map(self._ref, plan.states))
+        self._bounds, self._counted = plan.bounds, plan.counted
         call = UpdateCall(plan.weights, plan.states, {}, (), None, None, None)
-        fixed = [self._ref(x.value(call)) if x.is_fixed else None for x in plan.compiled.inputs]
-        self._rest = plan.key, plan.compiled, plan.counted, plan.bounds, fixed
-        self._copies = plan.copies
+        self._inputs = [(self._ref(x.value(call)) if x.is_fixed else None, x.value) for x in plan.compiled.inputs]
 
     def _ref(self, x: Any) -> weakref.ref[Any]:
         return weakref.ref(x, self._gone.append)
 
-    def plan(self) -> _Plan | None:
-        """Return the plan; None if any of its objects is gone, or the weights' scales are in other states now."""
+    def is_for(self, args: Sequence[Any]) -> bool:
+        """Return whether the plan is for a call with these arguments."""
+        ids = map(id, map(args.__getitem__, self._positions))  # in C: there are many
+        return self._newest == newest() and all(map(operator.eq, ids, self._ids)) and self.is_current()
+
+    def is_current(self) -> bool:
+        """Return whether all objects of the plan exist, and the weights' scales are in the same states."""
         states: Any = [ref() for ref in self._states]
-        if self._gone or any(known.state not in (None, *states) for known in self._copies.freshness()):
-            return None
+        return not self._gone and all(known.state in (None, *states) for known in self.copies.freshness())
+
+    def values(self, moments: Sequence[Fp8Moment], counts: Tensor | None) -> list[Tensor]:
+        """Return the values of the function's inputs after Dynamo's. moments, counts: see `UpdateCall`."""
         weights: Any = [ref() for ref in self._weights]
-        return _Plan(weights, self._copies, states, *self._rest)
+        states: Any = [ref() for ref in self._states]
+        call = UpdateCall(weights, states, self._bounds, moments, *self._counted, counts)
+        return [value(call) if ref is None else ref() for ref, value in self._inputs]  # type: ignore[misc]
 
 
 class UpdateGraph:
@@ -137,7 +143,8 @@ class UpdateGraph:
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._bounds: dict[UpdateKey, dict[int, Bounds]] = {}
         self._compiled: dict[UpdateKey, CompiledUpdate] = {}
-        self._plans: dict[tuple[int, ...], _CachedPlan] = {}
+        self._plans: dict[tuple[int, ...], _KeptPlan] = {}
+        self._last: _KeptPlan | None = None
         self._numbers = Numbers([])
         self._gradients = gradients_of(module.graph)
         self.gradient_bytes: int | None = None
@@ -153,10 +160,9 @@ class UpdateGraph:
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs, and the FP8 copies, moments and state that it writes."""
         plan = self._plan(args)
-        moments = plan.key.moments
+        moments = plan.moments
         stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
-        call = self._call(plan, stored)
-        result = plan.compiled.run(*args, *plan.values(call))
+        result = plan.run(*args, *plan.values(stored, self.counts))
         plan.copies.written()  # after the update: the copies are of the versions that it leaves
         return result
 
@@ -169,18 +175,27 @@ class UpdateGraph:
         assert self._module is not None
         return [n for n in self._module.graph.nodes if n.op == "placeholder"][ref].meta["example_value"]
 
-    def _plan(self, args: Sequence[Any]) -> _Plan:
+    def _plan(self, args: Sequence[Any]) -> _KeptPlan:
+        last = self._last
+        if last is not None and last.is_for(args):
+            return last
         # attributes of the graph are not in the key: they are the same tensors in each call
         key = newest(), *map(id, map(args.__getitem__, self._positions))
         with self._lock:
             kept = self._plans.get(key)
-            plan = None if kept is None else kept.plan()
-            if plan is None:
+            if kept is None or not kept.is_current():
                 plan = self._new_plan(args)
                 # the number only grows: plans for an earlier one are not asked for again
                 self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
-                self._plans[key] = _CachedPlan(plan)
-        return plan
+                kept = self._plans[key] = _KeptPlan(plan, key[0], self._given(plan.key, args))
+            self._last = kept
+        return kept
+
+    def _given(self, key: UpdateKey, args: Sequence[Any]) -> dict[int, Any]:
+        """Return the arguments that a plan depends on, by position: only weights, if it only writes these."""
+        parts = [p for write in key.writes for p in write.parts if isinstance(p, int)]
+        does_more = key.moments or key.rounded or key.restore_if_skipped
+        return {i: args[i] for i in (self._positions if does_more or not parts else parts)}
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
         gradients = (args[i] for i in self._gradients if isinstance(args[i], Tensor))
@@ -326,6 +341,7 @@ class UpdateGraph:
         self.gradient_bytes = None
         self._stored.clear()
         self._plans.clear()
+        self._last = None
         self._compiled.clear()
         self._moments, self._plain, self._places, self._positions, self._module = [], [], [], [], None
         self._compile_for = _retired

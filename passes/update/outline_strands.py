@@ -223,7 +223,7 @@ class _StrandOutliner:
             return made[call.device]
 
         if numbers not in self.rows:
-            self.rows[numbers] = self.context.take(self.graph, f"rows_{len(self.rows)}", value)
+            self.rows[numbers] = self.context.take(self.graph, f"rows_{len(self.rows)}", value, is_fixed=True)
         return self.rows[numbers]
 
 

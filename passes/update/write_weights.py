@@ -98,7 +98,9 @@ def _inputs_of(
         ]
 
     scales = (
-        [] if w.by_itself is None else [context.take(graph, f"weight_{i}_scales", lambda call: call.weights[i].scales)]
+        []
+        if w.by_itself is None
+        else [context.take(graph, f"weight_{i}_scales", lambda call: call.weights[i].scales, True)]
     )
     parts = range(len(w.parts))
     copies = several("x_q", "copies", parts if "x_q" in w.stored else ())
