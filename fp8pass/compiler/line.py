@@ -15,8 +15,8 @@ from torch import fx
 class Op:
     """A call of a function, or the split of a state tensor.
 
-    function: its name. inputs: slots of the arguments. first, count: slots of the results. frees: slots that no later
-    op reads. split: the sizes and the dimension of a split; None for a call.
+    function: its name. inputs: slots of the arguments. first, count: slots of the results. frees: slots of results that
+    no later op reads. split: the sizes and the dimension of a split; None for a call.
     """
 
     function: str
@@ -80,7 +80,9 @@ def line_of(graph: fx.Graph) -> Line | None:
     outputs = tuple(slots[n] for n in results)
     if len({*outputs}) < len(outputs) or min(outputs, default=inputs) < inputs:
         return None
-    return Line(list(_ops(planned, {*outputs})), used, inputs, outputs, tuple(str(n.target) for n in attributes))
+    # inputs are kept, too: whoever calls has them until the end
+    kept = {*range(inputs), *outputs}
+    return Line(list(_ops(planned, kept)), used, inputs, outputs, tuple(str(n.target) for n in attributes))
 
 
 def _ops(planned: Sequence[tuple[fx.Node, tuple[int, ...], int, int]], kept: Set[int]) -> Iterator[Op]:

@@ -19,10 +19,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from fp8pass.base._torch import coerce_to_expected_memory_format, keeps_graph, without_autocast, without_switch
+from fp8pass.base._torch import (
+    coerce_to_expected_memory_format,
+    is_traceable_wrapper_subclass,
+    keeps_graph,
+    without_autocast,
+    without_switch,
+)
 from fp8pass.compiler.cuda_graphs import Boxed, Recorder
-from fp8pass.compiler.line import Line
+from fp8pass.compiler.line import Line, Op
 
 MOST_BYTES = 1 << 30
 """The most bytes of gradients that one node hands over at its end."""
@@ -55,9 +62,35 @@ def line_without_gradients(
     node = OneNode(line, {name: _Constant(f) for name, f in functions.items()}, attributes, recorder)
 
     def run(*inputs: Any) -> tuple[Any, ...]:
-        return tuple(node.forward([*inputs, *attributes]))
+        with without_autocast(), torch.no_grad():
+            return tuple(node.forward([*inputs, *attributes]))
 
     return run
+
+
+def _does_more(known: Any) -> bool:
+    """Return whether AOTAutograd does more around compiled code than to hand over tensors. known: its metadata."""
+    return bool(
+        known.num_mutated_inp_runtime_indices
+        or known.num_intermediate_bases
+        or known.num_outputs_aliased
+        or known.num_unsafe_view_outputs
+        or known.tokens
+        or known.num_backward_tokens
+        or known.num_graphsafe_rng_states
+        or known.is_rng_op_functionalized
+    )
+
+
+def without_wrappers(compiled: Callable[..., Any], code: Boxed, known: Any, inputs: Sequence[Any]) -> None:
+    """Let lines call the compiled code of a function without gradients past AOTAutograd, if that does nothing around.
+
+    compiled: the function as AOTAutograd returns it. known: its metadata. inputs: examples.
+    """
+    is_plain = not any(map(is_traceable_wrapper_subclass, inputs))
+    same = len(known.input_info) == len(inputs)  # else, some are passed once, or as parts of others
+    if is_plain and same and not _does_more(known) and known.grad_enabled_mutation is None:
+        compiled.direct = code, tuple(known.mutated_graph_handled_indices_seen_by_autograd)  # type: ignore[attr-defined]
 
 
 class _Body:
@@ -69,23 +102,12 @@ class _Body:
 
     def __init__(self, function: Any, arguments: int, results: int) -> None:
         known = function.metadata
-        does_more = (
-            function.maybe_subclass_metadata is not None
-            or function.num_symints_saved_for_bw
-            or known.num_mutated_inp_runtime_indices
-            or known.num_intermediate_bases
-            or known.num_outputs_aliased
-            or known.num_unsafe_view_outputs
-            or known.tokens
-            or known.num_backward_tokens
-            or known.num_graphsafe_rng_states
-            or known.is_rng_op_functionalized
-        )
+        is_plain = function.maybe_subclass_metadata is None and not function.num_symints_saved_for_bw
         # torch 2.11 has one name for both: that a result requires a gradient, and that the backward takes one
         has_tangent = [getattr(out, "requires_grad_for_backward", out.requires_grad) for out in known.output_info]
         outputs = [i for i, has_one in enumerate(has_tangent) if has_one]
         same = len(known.input_info) == arguments and known.num_forward_returns == results
-        if does_more or not same or len(outputs) != len(known.subclass_tangent_meta):
+        if not is_plain or _does_more(known) or not same or len(outputs) != len(known.subclass_tangent_meta):
             raise Other("one of its functions returns views of its inputs, or does more than compute")
         self.forward, self.backward = without_switch(function.compiled_fw), without_switch(function.compiled_bw)
         self.donates = bool(known.bw_donated_idxs)
@@ -116,11 +138,18 @@ class _Constant:
     tangents: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = without_switch(function)
+        run = without_switch(function)
+        self._code: Boxed = lambda arguments: run(*arguments)
+        self._written: Sequence[int] = ()
+        """The arguments whose versions count up in each call, by position: AOTAutograd's wrappers do that, no code."""
+        if hasattr(function, "direct"):
+            self._code, self._written = function.direct
 
     def run(self, arguments: list[Any]) -> Any:
         """Run the function; return its results, and nothing to save."""
-        return self.function(*arguments), [], []
+        if self._written:
+            increment_version([arguments[i] for i in self._written])
+        return self._code(arguments), (), ()
 
 
 class Other(Exception):
@@ -157,6 +186,8 @@ class OneNode:
         }
         self.not_differentiable = [i for i, slot in enumerate(line.outputs) if slot not in differentiable]
         self._recorder = recorder
+        self._parts: dict[int, Sequence[Tensor]] = {}
+        """The parts of state tensors, by the first slot."""
         self.forward = (
             self._forward if recorder is None else recorder.forward(self._forward, line, bool(differentiable))
         )
@@ -182,8 +213,7 @@ class OneNode:
         checked, unchecked = list[Tensor](), list[Tensor]()
         for op, body in zip(self.line.ops, self.bodies, strict=True):
             if body is None:
-                assert op.split is not None
-                slots[op.first : op.first + op.count] = torch.split_with_sizes(slots[op.inputs[0]], *op.split)
+                slots[op.first : op.first + op.count] = self._parts_of(op, slots[op.inputs[0]])
             else:
                 results, *saved = body.run([slots[i] for i in op.inputs])
                 slots[op.first : op.first + op.count] = results[: op.count]
@@ -195,6 +225,19 @@ class OneNode:
         outputs = [slots[i] for i in self.line.outputs]
         slots.clear()
         return [*outputs, *checked, *unchecked]
+
+    def _parts_of(self, op: Op, whole: Tensor) -> Sequence[Tensor]:
+        """Return the parts of a state tensor: those of the last call, unless that had a tensor in other memory.
+
+        They keep their memory, so no other tensor gets it. Nothing counts up the versions of what they are views of.
+        """
+        assert op.split is not None
+        parts = self._parts.get(op.first)
+        if parts is None or parts[0].data_ptr() != whole.data_ptr():
+            parts = [part.detach() for part in torch.split_with_sizes(whole, *op.split)]
+            if self._recorder is None:  # else, the memory may be that of a recording
+                self._parts[op.first] = parts
+        return parts
 
     def backward(self, saved: list[Tensor], tangents: Sequence[Any]) -> Sequence[Tensor | None]:
         """Return the gradients of the inputs. Empties the list."""

@@ -12,6 +12,7 @@ from fp8pass.base._torch import (
     CACHEABLE,
     TAKES_LISTS_OF_PASSES,
     CustomGraphPass,
+    TracingContext,
     compile_fx,
     functorch_config,
     inductor_config,
@@ -23,6 +24,7 @@ from fp8pass.compiler.faults import Later
 from fp8pass.compiler.heuristics import with_choices
 from fp8pass.compiler.joint_passes import JointPasses
 from fp8pass.compiler.kernel_passes import KernelPasses
+from fp8pass.compiler.one_node import without_wrappers
 from fp8pass.compiler.partition import Partition
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options import overrides
@@ -33,7 +35,7 @@ def lower_through_inductor(
     module: fx.GraphModule, inputs: list[Any], joint_passes: JointPasses, later: Later | None
 ) -> Callable[..., Any]:
     """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
-    dump = joint_passes.dump
+    dump, codes = joint_passes.dump, list[Any]()
     kernel_passes = KernelPasses(joint_passes.config, dump, joint_passes.timing, joint_passes)
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -55,6 +57,8 @@ def lower_through_inductor(
                 compiled = lower(module, joint_passes.attempt)
         if joint_passes.note is not None:
             joint_passes.note(module, compiled, part == "backward")
+        if kwargs.get("is_inference"):
+            codes.append(compiled)
         dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
         return compiled
 
@@ -67,6 +71,9 @@ def lower_through_inductor(
     with functorch_config.patch(caches):
         compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=patches)
     assert callable(compiled)  # `compile_fx` returns text only if it compiles ahead of time
+    context = TracingContext.try_get()
+    if codes and context is not None:  # not if AOTAutograd had it in its cache
+        without_wrappers(compiled, codes[0], context.fw_metadata, inputs)
     return compiled
 
 

@@ -307,6 +307,8 @@ class InstanceState:
         self.tracker.begin(self._trackers_around(), joins)
 
     def _trackers_around(self) -> list[StepTracker]:
+        if not len(self.neighbours):
+            return []
         with registry.lock:
             return [s.tracker for s in self.neighbours]
 
@@ -362,6 +364,8 @@ class InstanceState:
         return any(s.tracker.take_recompute() for s in (self, *self._live_relatives()))
 
     def _live_relatives(self) -> list[InstanceState]:
+        if not len(self.relatives):
+            return []
         with registry.lock:  # another thread may add a state during the iteration
             return list(self.relatives)
 

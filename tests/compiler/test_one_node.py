@@ -121,6 +121,34 @@ def check_bits(apart: Callable[[], None], **case: Any) -> None:
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
 
 
+def in_turn(*seeds: int) -> dict[int, Any]:
+    """Train models in turn with the same code; return the parameters and the FP8 state of each."""
+    torch._dynamo.reset()
+    models: dict[int, Model] = {}
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models[seed] = Model()
+
+    def forward(model: nn.Module, x: Tensor) -> Any:
+        return model(x)
+
+    run = compiled(forward, on_fault="raise")
+    for i in range(6):
+        for seed, model in models.items():
+            value = last(run(model, batch(i + seed, 16, 32)))
+            value.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    assert "_NodeBackward" in nodes(value)
+    return {seed: (list(m.parameters()), fp8pass.state(m).state_dict()) for seed, m in models.items()}
+
+
+@pytest.mark.compiled
+def test_models_that_share_code_have_separate_states() -> None:
+    """The node keeps the parts of state tensors from one call to the next: not for another model."""
+    torch.testing.assert_close(in_turn(0, 1), {**in_turn(0), **in_turn(1)}, rtol=0, atol=0)
+
+
 @pytest.mark.compiled
 def test_a_tied_weight(apart: Callable[[], None]) -> None:
     """Both gradients of the weight are added before they are added to `.grad`."""

@@ -284,6 +284,18 @@ FAULTS = (
         "A tensor that several layers read gets the gradient of the first of them alone.",
     ),
     Fault(
+        "the state of another model",
+        "if parts is None or parts[0].data_ptr() != whole.data_ptr():",
+        "if parts is None:",
+        "Layers of a model that shares its code with another one read and write the state of that one.",
+    ),
+    Fault(
+        "versions that stand still",
+        "increment_version([arguments[i] for i in self._written])",
+        "pass",
+        "Autograd uses a weight in a backward after an update has changed it, and raises no error.",
+    ),
+    Fault(
         "strands that wait for nothing",
         "return 1 if SHARED in (before.owner, after.owner) else 2",
         "return 0",
