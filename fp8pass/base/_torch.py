@@ -186,6 +186,9 @@ with required_names():
     COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
     """The dispatch key for which decompositions of ops are registered."""
 
+    EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+    """The dispatch key of an op's implementation for all devices."""
+
     AUTOGRAD_KEYS = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA)
     """The dispatch keys of autograd for tensors on the devices that fp8pass supports."""
 

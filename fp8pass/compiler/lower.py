@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from fp8pass.base import collector
-from fp8pass.base._torch import context_of_one_graph
+from fp8pass.base._torch import HigherOrderOperator, context_of_one_graph
+from fp8pass.base.node_meta import QUANTIZED
 from fp8pass.compiler.bodies import lower_bodies
 from fp8pass.compiler.cuda_graphs import DEVICE_TYPE, Recorder
 from fp8pass.compiler.eager import lower_eager
@@ -21,7 +22,7 @@ from fp8pass.compiler.joint_passes import JointPasses, warn_if_nothing
 from fp8pass.compiler.through_inductor import lower_through_inductor
 from fp8pass.compiler.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.dump.writer import Dump
-from fp8pass.graph.annotation import Annotation, is_state_input
+from fp8pass.graph.annotation import CHECKPOINT, Annotation, graphs_of, is_state_input
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options.config import Config
 from fp8pass.passes.joint.expand_quantizers import ExpandQuantizers
@@ -63,7 +64,8 @@ def lower(
         joint_passes.note = None if recorder is None else functools.partial(recorder.note, name, title)
         # Dynamo compiles a graph in its first call, so the region that runs now is the one around the graph
         joint_passes.is_repeated = (around := checkpointed_region()) is not None and around[1] is RegionPass.FIRST
-        one_op = one_op_each() if attempt.runs(ExpandQuantizers.name) else nullcontext()
+        has_one_op = attempt.runs(ExpandQuantizers.name) and not _quantizes_in_branches(module)
+        one_op = one_op_each() if has_one_op else nullcontext()
         with timing.counting("tracing"), context_of_one_graph(), one_op:
             compiled = with_lowering(module, inputs, joint_passes, later)
         if not wants_only_verdicts():
@@ -83,6 +85,14 @@ def lower(
     if attempt.form == "fp8":
         warn_if_nothing(annotation.choices, report)
     return compiled
+
+
+def _quantizes_in_branches(module: fx.GraphModule) -> bool:
+    """Return whether a branch or a loop body quantizes: AOTAutograd runs its code, which would have to know recipes."""
+    calls = (n for part in graphs_of(module) for n in part.graph.nodes if isinstance(n.target, HigherOrderOperator))
+    bodies = (x for n in calls if n.target is not CHECKPOINT for x in n.all_input_nodes if x.op == "get_attr")
+    parts = (part for x in bodies for part in graphs_of(getattr(x.graph.owning_module, str(x.target))))
+    return any(QUANTIZED in n.meta for part in parts for n in part.graph.nodes)
 
 
 def _records(config: Config, inputs: list[Any]) -> bool:

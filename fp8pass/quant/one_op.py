@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8pass.base._torch import (
     AUTOGRAD_KEYS,
+    EXPLICIT,
     FakeTensorMode,
     FunctionalTensor,
     HigherOrderOperator,
@@ -53,6 +54,11 @@ class QuantizeOp(HigherOrderOperator):
 
 
 QUANTIZER = QuantizeOp()
+
+
+@QUANTIZER.py_impl(EXPLICIT)
+def _computed(quantizer: Elementwise, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return quantizer.results(*tensors)  # in a dump of the graph before the pass, which runs as a script
 
 
 @QUANTIZER.py_functionalize_impl

@@ -245,7 +245,7 @@ def test_dumps_of_bfloat16(tmp_path: Path) -> None:
     run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
     assert 1e-3 < distances.pop("008.dynamo.annotate.before.py") < FP8
-    assert 1e-4 < distances.pop("018.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
+    assert 1e-4 < distances.pop("019.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
     assert max(distances.values()) < ROUNDING, distances
 
 
@@ -312,7 +312,7 @@ def test_a_dump_alone(
         runpy.run_path(str(file), run_name="__main__")
         done = capsys.readouterr().out
     lines = done.splitlines()
-    assert re.match(r"018.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
+    assert re.match(r"019.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
     assert re.match(
         r"output 0 +float32\[16, 48\] +sum \S+, norm \S+, max \S+  (equal|relative distance \S+)$", lines[1]
     )
@@ -378,10 +378,10 @@ def test_a_fault_in_a_pass_keeps_the_dumps_and_names_them(tmp_path: Path, monkey
     (folder,) = (tmp_path / "run_000").glob("graph_*")
     assert str(folder) in str(e.value)
     assert str(e.value).count("The dumps so far are in") == 1
-    assert files(folder, "*.py")[-1] == "018.joint.scaled_mm.before.py"
-    head = (folder / "018.joint.scaled_mm.before.py").read_text().splitlines()[0]
+    assert files(folder, "*.py")[-1] == "019.joint.scaled_mm.before.py"
+    head = (folder / "019.joint.scaled_mm.before.py").read_text().splitlines()[0]
     assert head.startswith("# the graph before scaled_mm failed: a fault of fp8pass in its pass scaled_mm: 'broken'")
-    assert results(folder / "018.joint.scaled_mm.before.py")
+    assert results(folder / "019.joint.scaled_mm.before.py")
     assert "| failed: a fault of fp8pass" in (tmp_path / "run_000" / "index.md").read_text()
 
 
@@ -430,9 +430,9 @@ def test_written_files(lowering: str, tmp_path: Path, of_block: Path) -> None:
     assert {s.split(".", 1)[1] for s in stems} >= {*joint, *(f"{p}.{k}" for p in parts for k in kernels)}
     heads = {f: (folder / f).read_text().splitlines()[0] for f in files(folder) if f != "index.md"}
     assert all(re.search(r"made by .* in \d+\.\d m?s|the graph before \w+: applied", h) for h in heads.values()), heads
-    assert heads["018.joint.scaled_mm.after.py"].startswith(f"# made by scaled_mm: applied {n} times in ")
+    assert heads["019.joint.scaled_mm.after.py"].startswith(f"# made by scaled_mm: applied {n} times in ")
     assert f"{n} of {n} matmuls in FP8" in (folder / "report.txt").read_text()
-    diff = (folder / "018.joint.scaled_mm.diff").read_text()
+    diff = (folder / "019.joint.scaled_mm.diff").read_text()
     assert re.search(r"^\+.*_scaled_mm", diff, re.MULTILINE) and not re.search(r"^-.*_scaled_mm", diff, re.MULTILINE)
     index = (folder / "index.md").read_text()
     assert next(row for row in index.splitlines() if "scaled_mm.after" in row).endswith(" lines differ |")

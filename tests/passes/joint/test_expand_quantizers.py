@@ -56,6 +56,8 @@ def test_one_op_becomes_the_ops_of_the_quantizer(quantizer: Elementwise, dtype: 
     x[1, 2] = 1e4  # saturates
     module = capture(lambda x, *state: QUANTIZER(quantizer, x, *state), x, *state)
     assert count(module, QUANTIZER) == 1
+    op_alone = fx.Interpreter(module).run(x, *state)
+    torch.testing.assert_close(tuple(op_alone), quantizer.results(x, *state), rtol=0, atol=0)
     run(module, ExpandQuantizers())
     traced = capture(lambda x, *state: quantizer.results(x, *state), x, *state)
     assert count(module, QUANTIZER) == 0 and called(module) == called(traced)
