@@ -491,6 +491,8 @@ class StateRegistry:
         """Callbacks for every new state. If one raises, Fp8Error for example, the state is not kept."""
         self.on_step: list[Callable[[InstanceState], None]] = []
         """Callbacks for a state before each of its training forwards."""
+        self.made = 0
+        """The number of states that were ever made."""
         self._states: list[InstanceState] = []
         self._of: dict[tuple[int, ...], tuple[SlotTable, InstanceState]] = {}
 
@@ -527,6 +529,7 @@ class StateRegistry:
                 state.relatives.add(other)
                 other.relatives.add(state)
         self._states.append(state)
+        self.made += 1
         try:
             for restore in self.on_new:
                 restore(state)

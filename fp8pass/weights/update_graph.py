@@ -63,12 +63,13 @@ class _Plan:
 class _KeptPlan:
     """A plan for calls with the same tensors, held by weak references, so that a model can be freed.
 
-    newest: as `newest` returned it when the plan was made. given: the arguments that the plan depends on, by position.
+    known: the number of weights with copies, and of states, that had been made when the plan was. given: the arguments
+    that the plan depends on, by position.
     """
 
-    def __init__(self, plan: _Plan, newest: int, given: Mapping[int, Any]) -> None:
+    def __init__(self, plan: _Plan, known: tuple[int, int], given: Mapping[int, Any]) -> None:
         self.run, self.copies, self.moments = plan.compiled.run, plan.copies, plan.key.moments
-        self._newest, self._positions, self._ids = newest, list(given), list(map(id, given.values()))
+        self._known, self._positions, self._ids = known, list(given), list(map(id, given.values()))
         self._gone = list[Any]()
         """Gets the weak reference of each weight, state or tensor that is freed."""
         self._weights, self._states = list(map(self._ref, plan.weights)), list(map(self._ref, plan.states))
@@ -79,10 +80,10 @@ class _KeptPlan:
     def _ref(self, x: Any) -> weakref.ref[Any]:
         return weakref.ref(x, self._gone.append)
 
-    def is_for(self, args: Sequence[Any]) -> bool:
+    def is_for(self, args: Sequence[Any], known: tuple[int, int]) -> bool:
         """Return whether the plan is for a call with these arguments."""
         ids = map(id, map(args.__getitem__, self._positions))  # in C: there are many
-        return self._newest == newest() and all(map(operator.eq, ids, self._ids)) and self.is_current()
+        return self._known == known and all(map(operator.eq, ids, self._ids)) and self.is_current()
 
     def is_current(self) -> bool:
         """Return whether all objects of the plan exist, and the weights' scales are in the same states."""
@@ -143,59 +144,9 @@ class UpdateGraph:
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._bounds: dict[UpdateKey, dict[int, Bounds]] = {}
         self._compiled: dict[UpdateKey, CompiledUpdate] = {}
+<<<<<<< HEAD
         self._plans: dict[tuple[int, ...], _KeptPlan] = {}
         self._last: _KeptPlan | None = None
-        self._numbers = Numbers([])
-        self._gradients = gradients_of(module.graph)
-        self.gradient_bytes: int | None = None
-        """Bytes of the gradients at the beginning of the last call that was planned; None before, and once retired."""
-        self._lock = threading.Lock()
-
-    @torch.no_grad()
-    def compile(self, args: Sequence[Any]) -> None:
-        """Compile for a call with these inputs of Dynamo's, before that call."""
-        self._plan(args)
-
-    @torch.no_grad()
-    def __call__(self, *args: Any) -> Any:
-        """Call the graph with Dynamo's inputs, and the FP8 copies, moments and state that it writes."""
-        plan = self._plan(args)
-        moments = plan.moments
-        stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
-        result = plan.run(*args, *plan.values(stored, self.counts))
-        plan.copies.written()  # after the update: the copies are of the versions that it leaves
-        return result
-
-    def _tensor(self, ref: TensorRef, args: Sequence[Any] = ()) -> Any:
-        return args[ref] if isinstance(ref, int) else attribute(self._module, ref)
-
-    def _example(self, ref: TensorRef) -> Any:
-        if isinstance(ref, str):
-            return attribute(self._module, ref)
-        assert self._module is not None
-        return [n for n in self._module.graph.nodes if n.op == "placeholder"][ref].meta["example_value"]
-
-    def _plan(self, args: Sequence[Any]) -> _KeptPlan:
-        last = self._last
-        if last is not None and last.is_for(args):
-            return last
-        # attributes of the graph are not in the key: they are the same tensors in each call
-        key = newest(), *map(id, map(args.__getitem__, self._positions))
-        with self._lock:
-            kept = self._plans.get(key)
-            if kept is None or not kept.is_current():
-                plan = self._new_plan(args)
-                # the number only grows: plans for an earlier one are not asked for again
-                self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
-                kept = self._plans[key] = _KeptPlan(plan, key[0], self._given(plan.key, args))
-            self._last = kept
-        return kept
-
-    def _given(self, key: UpdateKey, args: Sequence[Any]) -> dict[int, Any]:
-        """Return the arguments that a plan depends on, by position: only weights, if it only writes these."""
-        parts = [p for write in key.writes for p in write.parts if isinstance(p, int)]
-        does_more = key.moments or key.rounded or key.restore_if_skipped
-        return {i: args[i] for i in (self._positions if does_more or not parts else parts)}
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
         gradients = (args[i] for i in self._gradients if isinstance(args[i], Tensor))
