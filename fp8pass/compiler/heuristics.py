@@ -35,6 +35,7 @@ from fp8pass.base.node_meta import ONE_STAGE, TILED, WITH_AMAX
 from fp8pass.base.scaling import FP8_DTYPES
 from fp8pass.passes.kernels.combo_kernels import combining, sums_of_mixed
 from fp8pass.passes.kernels.kernel_candidates import CandidateTile, TileCandidates, fitting, write_candidates
+from fp8pass.quant.kernel_ops import WRITE
 
 _TILES: dict[str, tuple[CandidateTile, ...]] = {
     "columns": (CandidateTile(64, 64, 8), CandidateTile(64, 32, 8, stages=2)),
@@ -146,6 +147,22 @@ class Fp8InductorChoices(InductorChoices):
         if _stay_apart(scheduler, node1, node2):
             return False
         return bool(self._others.can_fuse(scheduler, node1, node2, shared_data_score))
+
+    def can_fuse_horizontal(  # type: ignore[override]
+        self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
+    ) -> bool:
+        """Return whether two nodes that read one tensor may be fused: as Inductor decides, but at any distance.
+
+        In the update of several weights, the amax of a weight and the writes of its copies lie far apart. Inductor does
+        not fuse such nodes, since results might be held for longer; what is written into an input is held in any case.
+        """
+        if self._others.can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+            return True
+        return shared_data_score >= _LEAST_SHARED and any(map(_writes_tiles, (node1, node2)))
+
+
+_LEAST_SHARED = 4096
+"""Bytes of the smallest matrix in tiles. Updates of different weights share less: scales and a learning rate."""
 
 
 def _tiles(features: Any, along: str) -> FixedTritonConfig:
@@ -265,6 +282,10 @@ def _only_waits(node: Any, other: Any) -> bool:
 
 def _waits_for_amax(node: Any) -> bool:
     return any(WITH_AMAX in origin.meta for origin in _origins(node.get_nodes()))
+
+
+def _writes_tiles(node: Any) -> bool:
+    return any(origin.target is WRITE for origin in _origins(node.get_nodes()))
 
 
 def _origins(nodes: Iterable[Any]) -> Iterable[fx.Node]:

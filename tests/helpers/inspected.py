@@ -45,6 +45,10 @@ def worthwhile() -> tuple[Any, ...]:
     return nn.Linear(8192, 8192, bias=False).bfloat16(), _input(8192, 8192)
 
 
+def six() -> tuple[Any, ...]:
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False).bfloat16() for _ in range(6))), _input(512, 1024)
+
+
 def large() -> tuple[Any, ...]:
     """Return a layer with a weight of 2 TB, which is built and compiled without memory."""
     return nn.Linear(1 << 20, 1 << 20, bias=False, dtype=torch.bfloat16), _input(16, 1 << 20)

@@ -173,6 +173,17 @@ def test_an_update_with_moments_in_fp8_and_bfloat16_parameters_moves_12_bytes() 
     assert sum(k.bytes_moved for k in update if k is not large) < 2 << 20
 
 
+def test_an_update_of_several_weights_reads_each_once_with_all_that_it_does() -> None:
+    """Amaxes and copies of a weight lie far apart in such a graph; one kernel makes them. The check reads gradients."""
+    options = {"skip_nonfinite": True, "update_rounding": "stochastic", "min_speedup": 0}
+    (found,) = inspect_there(
+        "tests.helpers.inspected:six", run="fp8pass delayed", optimizer="AdamW", options=options
+    ).runs
+    large = [k for k in found.kernels if k.graph == "update" and k.bytes_read >= 1024 * 1024]
+    assert sum("quantize e4m3 x 2" in k.what for k in large) == 6
+    assert sum(k.bytes_read for k in large) == pytest.approx(6 * 1024 * 1024 * (8 + 2), rel=1e-2)
+
+
 @pytest.mark.parametrize("block", STEPS)
 def test_no_forward_or_backward_reads_a_weight_in_bfloat16(block: str) -> None:
     """Without quantizing the weights, 2 bytes read and 2 written for each element are saved, and their amaxes."""
