@@ -36,7 +36,12 @@ from fp8pass.quant.sharded import part_of
 from fp8pass.weights.update_inputs import UpdateCall
 
 CALL_COST, FUNCTIONS_COST = 0.25, 12.0
-"""Weigh a call, and all functions beside one whole graph, by the number of strands that take as long to compile."""
+"""Weigh a call, and all functions beside one whole graph, by the number of strands that take as long to compile.
+
+Launches are not weighed. Each call has about five for small tensors and last stages of amaxes, which a whole graph has
+once. By the code for an H100, the update of GPT-2 with 12 layers of width 768 has 109 launches in 12 calls, and 60 as a
+whole, which takes 34 s of CPU longer to compile; of width 128, where all tensors are small, 73, and 16 as a whole.
+"""
 
 
 class OutlineStrands:
