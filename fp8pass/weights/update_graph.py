@@ -144,9 +144,60 @@ class UpdateGraph:
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._bounds: dict[UpdateKey, dict[int, Bounds]] = {}
         self._compiled: dict[UpdateKey, CompiledUpdate] = {}
-<<<<<<< HEAD
-        self._plans: dict[tuple[int, ...], _KeptPlan] = {}
+        self._plans: dict[tuple[Any, ...], _KeptPlan] = {}
         self._last: _KeptPlan | None = None
+        self._numbers = Numbers([])
+        self._gradients = gradients_of(module.graph)
+        self.gradient_bytes: int | None = None
+        """Bytes of the gradients at the beginning of the last call that was planned; None before, and once retired."""
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def compile(self, args: Sequence[Any]) -> None:
+        """Compile for a call with these inputs of Dynamo's, before that call."""
+        self._plan(args)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any) -> Any:
+        """Call the graph with Dynamo's inputs, and the FP8 copies, moments and state that it writes."""
+        plan = self._plan(args)
+        moments = plan.moments
+        stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
+        result = plan.run(*args, *plan.values(stored, self.counts))
+        plan.copies.written()  # after the update: the copies are of the versions that it leaves
+        return result
+
+    def _tensor(self, ref: TensorRef, args: Sequence[Any] = ()) -> Any:
+        return args[ref] if isinstance(ref, int) else attribute(self._module, ref)
+
+    def _example(self, ref: TensorRef) -> Any:
+        if isinstance(ref, str):
+            return attribute(self._module, ref)
+        assert self._module is not None
+        return [n for n in self._module.graph.nodes if n.op == "placeholder"][ref].meta["example_value"]
+
+    def _plan(self, args: Sequence[Any]) -> _KeptPlan:
+        # a skipped update forgets what the step has recorded in any state, also in one made since the last call
+        known, last = (newest(), 0 if self.counts is None else registry.made), self._last
+        if last is not None and last.is_for(args, known):
+            return last
+        # attributes of the graph are not in the key: they are the same tensors in each call
+        key = known, *map(id, map(args.__getitem__, self._positions))
+        with self._lock:
+            kept = self._plans.get(key)
+            if kept is None or not kept.is_current():
+                plan = self._new_plan(args)
+                # the numbers only grow: plans for earlier ones are not asked for again
+                self._plans = {k: p for k, p in self._plans.items() if k[0] == known}
+                kept = self._plans[key] = _KeptPlan(plan, known, self._given(plan.key, args))
+            self._last = kept
+        return kept
+
+    def _given(self, key: UpdateKey, args: Sequence[Any]) -> dict[int, Any]:
+        """Return the arguments that a plan depends on, by position: only weights, if it only writes these."""
+        parts = [p for write in key.writes for p in write.parts if isinstance(p, int)]
+        does_more = key.moments or key.rounded or key.restore_if_skipped
+        return {i: args[i] for i in (self._positions if does_more or not parts else parts)}
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
         gradients = (args[i] for i in self._gradients if isinstance(args[i], Tensor))
