@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +19,21 @@ from fp8pass.options.config import Config
 from fp8pass.passes.update.find_moments import moments_of
 from fp8pass.passes.update.skip_nonfinite import gradients
 from fp8pass.passes.update.written import in_bfloat16, real_inputs, written_only_by_optimizers
-from fp8pass.weights.update_graph import CompiledUpdate, UpdateGraph
+from fp8pass.weights.update_graph import CompiledUpdate, UpdateGraph, gradients_of
 from fp8pass.weights.update_inputs import UpdateCall
 from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey
+
+
+def as_it_is(config: Config) -> Config:
+    """Return options with which an update computes what it says: for one that is not an optimizer's."""
+    return replace(config, skip_nonfinite=False, optimizer_state="off", update_rounding="nearest")
 
 
 def update_graph(module: fx.GraphModule, config: Config, refs: Sequence[TensorRef], name: str = "") -> UpdateGraph:
     """Return the callable for an update. refs: what it writes, by position or attribute. name: in dumps and reports."""
     context, name = context_for_later(), name or name_of(module)
+    if {*refs} <= {*gradients_of(module.graph)}:
+        config = as_it_is(config)
 
     def compile_for(
         key: UpdateKey, args: Sequence[Any], call: UpdateCall, attempt: Attempt, dump: Dump

@@ -234,10 +234,6 @@ class Dynamic(Elementwise):
         """Quantize and dequantize `x`."""
         return scaling.dequantize(*self.parts(x), x.dtype)
 
-    def results(self, x: Tensor, *_: Tensor) -> tuple[Tensor]:
-        """Return what it returns when it is called."""
-        return (self(x),)
-
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv f32[])."""
         return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe)
@@ -271,10 +267,6 @@ class Rowwise(Elementwise):
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return scaling.dequantize(*self.parts(x), x.dtype)
-
-    def results(self, x: Tensor, *_: Tensor) -> tuple[Tensor]:
-        """Return what it returns when it is called."""
-        return (self(x),)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv of each row, f32 with size 1 along `dims`)."""
@@ -450,10 +442,6 @@ class Static(Elementwise):
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return frozen_operand(scaling.quantize(x, scales[0, self.slot], self.dtype), self, x.dtype, scales)
-
-    def results(self, x: Tensor, *state: Tensor) -> tuple[Tensor]:
-        """Return what it returns when it is called."""
-        return (self(x, *state),)
 
     def scaled(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""

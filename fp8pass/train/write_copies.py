@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from fp8pass.base._torch import ConstantSource, FakeTensorMode, TracingContext, leave_steps_op_by_op, tracing
-from fp8pass.compiler.update_compiler import update_graph
+from fp8pass.compiler.update_compiler import as_it_is, update_graph
 from fp8pass.options.config import Config
 from fp8pass.report.report import Report, collect
 from fp8pass.weights.freshness import Copies, Freshness
@@ -42,7 +41,7 @@ class CopyWriter:
 
     def __init__(self, config: Config) -> None:
         # what an optimizer does to its moments and its parameters is done
-        self._config = replace(config, skip_nonfinite=False, optimizer_state="off", update_rounding="nearest")
+        self._config = as_it_is(config)
         self._stale: list[weakref.ref[Freshness]] = []
         self._parts: list[weakref.ref[Tensor]] = []
         self._update: UpdateGraph | None = None

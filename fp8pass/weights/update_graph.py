@@ -121,7 +121,9 @@ class UpdateGraph:
     ) -> None:
         self._module: fx.GraphModule | None = module
         self._places = list(refs)
-        self._positions = [p for p in refs if isinstance(p, int)]
+        gradients = gradients_of(module.graph)
+        clips = {*refs} <= {*gradients}  # no parameter; gradients are other tensors in each call
+        self._positions = [] if clips else [p for p in refs if isinstance(p, int)]
         self._predicts = predicts
         self._compile_for = compile_for
         self._fall_back = fall_back
@@ -147,7 +149,7 @@ class UpdateGraph:
         self._plans: dict[tuple[Any, ...], _KeptPlan] = {}
         self._last: _KeptPlan | None = None
         self._numbers = Numbers([])
-        self._gradients = gradients_of(module.graph)
+        self._gradients = [] if clips else gradients  # the update counts them
         self.gradient_bytes: int | None = None
         """Bytes of the gradients at the beginning of the last call that was planned; None before, and once retired."""
         self._lock = threading.Lock()

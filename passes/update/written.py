@@ -20,25 +20,27 @@ from fp8pass.base._torch import (
 )
 from fp8pass.passes.common.matmul_calls import mutates
 from fp8pass.quant.sharded import part_of, with_part
+from fp8pass.weights.update_graph import gradients_of
 from fp8pass.weights.update_key import TensorRef, attribute
 
 
 def written(module: fx.GraphModule) -> list[TensorRef]:
     """Return the places of the tensors that a graph writes into if it is an update, [] if it is not.
 
-    An update writes into a parameter, and returns nothing that requires a gradient. The graph is run on fake tensors
-    to find its writes.
+    An update writes into a parameter, or only into gradients, as one that clips them; it returns nothing that requires
+    a gradient. The graph is run on fake tensors to find its writes.
     """
     graph = module.graph
     tensors = {ref: x for node, ref in refs(graph).items() if isinstance(x := example(module, node), Tensor)}
-    if not any(_is_parameter(x) for x in tensors.values()) or not any(map(mutates, graph.nodes)):
+    parameters, of_gradients = {ref for ref, x in tensors.items() if _is_parameter(x)}, {*gradients_of(graph)}
+    if not (parameters or of_gradients) or not any(map(mutates, graph.nodes)):
         return []
     if any(x.requires_grad for x in _results(graph)):
         return []
     # Dynamo's fake mode; the backend has another
     modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]
     changed = _OnFakes(module, modes[0] if modes else FakeTensorMode()).written()
-    return [p for p in tensors if p in changed] if any(_is_parameter(tensors[p]) for p in changed) else []
+    return [p for p in tensors if p in changed] if changed & parameters or changed <= of_gradients else []
 
 
 def written_only_by_optimizers(module: fx.GraphModule) -> bool:

@@ -284,16 +284,10 @@ FAULTS = (
         "A tensor that several layers read gets the gradient of the first of them alone.",
     ),
     Fault(
-        "the state of another model",
-        "if parts is None or parts[0].data_ptr() != whole.data_ptr():",
-        "if parts is None:",
-        "Layers of a model that shares its code with another one read and write the state of that one.",
-    ),
-    Fault(
-        "versions that stand still",
-        "increment_version([arguments[i] for i in self._written])",
-        "pass",
-        "Autograd uses a weight in a backward after an update has changed it, and raises no error.",
+        "the scale of another tensor",
+        "torch.ops.aten.select.int, scales, 0, quantizer.slot)",
+        "torch.ops.aten.select.int, scales, 0, 0)",
+        "All tensors of a graph are quantized with the scale of its first slot.",
     ),
     Fault(
         "strands that wait for nothing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import fp8pass
 from fp8pass.compiler.lower import lower
 from fp8pass.graph.annotation import Annotation
 from fp8pass.passes.update import outline_strands
+from fp8pass.weights.update_graph import UpdateGraph
 from tests.helpers.optimizers import Lion
 from tests.helpers.train_step import batch, everything
 
@@ -111,6 +113,29 @@ def check_equal(made: list[Annotation], make: Any, **config: Any) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_of_optimizers(made: list[Annotation], name: str) -> None:
     check_equal(made, OPTIMIZERS[name])
+
+
+@pytest.mark.compiled
+def test_a_graph_that_only_clips_gradients(made: list[Annotation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an update, of gradients, which are new tensors in each step, and no option of updates is for it."""
+    updates, plans = list[UpdateGraph](), Counter[UpdateGraph]()
+    plan, init = UpdateGraph._new_plan, UpdateGraph.__init__
+
+    def made_one(self: UpdateGraph, *args: Any) -> None:
+        init(self, *args)
+        updates.append(self)
+
+    def planned(self: UpdateGraph, args: Any) -> Any:
+        plans[self] += 1
+        return plan(self, args)
+
+    monkeypatch.setattr(UpdateGraph, "__init__", made_one)
+    monkeypatch.setattr(UpdateGraph, "_new_plan", planned)
+    options = {"skip_nonfinite": True, "optimizer_state": "fp8", "update_rounding": "stochastic"}
+    check_equal(made, ADAMW, clips=True, **options)
+    clipping = [u for u in updates if u.counts is None]
+    assert len(clipping) == 2 and all(plans[u] == 1 and u.gradient_bytes == 0 for u in clipping)
+    assert sum(u.counts is not None for u in updates) >= 2
 
 
 @pytest.mark.compiled
