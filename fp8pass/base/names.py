@@ -206,6 +206,12 @@ def source_name(placeholder: fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method or a property, by torch's version
 
 
+def gradients_of(graph: fx.Graph) -> list[int]:
+    """Return the positions of the inputs that are gradients of parameters."""
+    inputs = graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(inputs) if source_name(n).endswith(".grad")]
+
+
 _SHORT = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",

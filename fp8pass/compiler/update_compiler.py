@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fp8pass.base._torch import context_for_later, tracing
+from fp8pass.base.names import gradients_of
 from fp8pass.compiler.faults import fall_back, left_out
 from fp8pass.compiler.lower import lower
 from fp8pass.compiler.update_passes import annotated_update
@@ -19,7 +20,7 @@ from fp8pass.options.config import Config
 from fp8pass.passes.update.find_moments import moments_of
 from fp8pass.passes.update.skip_nonfinite import gradients
 from fp8pass.passes.update.written import in_bfloat16, real_inputs, written_only_by_optimizers
-from fp8pass.weights.update_graph import CompiledUpdate, UpdateGraph, gradients_of
+from fp8pass.weights.update_graph import CompiledUpdate, UpdateGraph
 from fp8pass.weights.update_inputs import UpdateCall
 from fp8pass.weights.update_key import Moment, TensorRef, UpdateKey
 

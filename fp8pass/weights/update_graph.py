@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fp8pass.base._torch import FakeTensor
 from fp8pass.base.errors import Fp8Error
-from fp8pass.base.names import source_name
+from fp8pass.base.names import gradients_of
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.quant.moments import Fp8Moment, moment_of
@@ -368,12 +368,6 @@ class UpdateGraph:
                     predicted.setdefault(write.slots, []).append(w)
             self._bounds[key] = {i: Bounds(of_slots) for i, of_slots in predicted.items()}
         return self._bounds[key]
-
-
-def gradients_of(graph: fx.Graph) -> list[int]:
-    """Return the positions of the inputs that are gradients of parameters."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    return [i for i, n in enumerate(inputs) if source_name(n).endswith(".grad")]
 
 
 def _has_values(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from torch import fx
 
-from fp8pass.base.names import source_name
+from fp8pass.base.names import gradients_of
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
@@ -30,7 +30,8 @@ from fp8pass.weights.update_key import TensorRef
 
 def gradients(graph: fx.Graph) -> list[fx.Node]:
     """Return the inputs that are gradients of parameters."""
-    return [n for n in graph.nodes if n.op == "placeholder" and source_name(n).endswith(".grad")]
+    inputs = graph.find_nodes(op="placeholder")
+    return [inputs[i] for i in gradients_of(graph)]
 
 
 class SkipNonfinite:

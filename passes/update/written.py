@@ -18,9 +18,9 @@ from fp8pass.base._torch import (
     enable_python_dispatcher,
     pytree,
 )
+from fp8pass.base.names import gradients_of
 from fp8pass.passes.common.matmul_calls import mutates
 from fp8pass.quant.sharded import part_of, with_part
-from fp8pass.weights.update_graph import gradients_of
 from fp8pass.weights.update_key import TensorRef, attribute
 
 
