@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.options.config import make_config
+from fp8pass.passes.joint.expand_quantizers import ExpandQuantizers
 from fp8pass.report.report import Report, collect
 from tests.zoo.sums import exact_sums, exactly_if_asked
 
@@ -464,7 +465,10 @@ def fill(row: Row, make: Callable[[], Subject]) -> None:
 @contextlib.contextmanager
 def without_passes() -> Iterator[None]:
     """Within it, the annotated graph is lowered without further passes: the reference, with the same decompositions."""
-    with mock.patch("fp8pass.compiler.order.JOINT", ()), mock.patch("fp8pass.compiler.order.KERNELS", ()):
+    with (
+        mock.patch("fp8pass.compiler.order.JOINT", (ExpandQuantizers(),)),
+        mock.patch("fp8pass.compiler.order.KERNELS", ()),
+    ):
         yield
 
 
