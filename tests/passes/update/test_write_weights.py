@@ -88,7 +88,7 @@ def test_tensors_that_an_optimizer_writes(case: str) -> None:
 
 
 def test_updates_by_hand() -> None:
-    """Graphs under no_grad that write parameters in place are updates, in any spelling."""
+    """Graphs under no_grad that write parameters, or only gradients, in place are updates, in any spelling."""
     of = model()
     w = of[0].weight
     assert isinstance(w, nn.Parameter)
@@ -120,6 +120,9 @@ def test_updates_by_hand() -> None:
     def clipped() -> Tensor:
         return nn.utils.clip_grad_norm_(of.parameters(), 1.0)
 
+    def scaled() -> None:
+        torch._foreach_mul_([other, *(p.grad for p in of.parameters())], 0.5)
+
     all_of_ema = set(map(id, ema.parameters()))
     for function, wanted in (
         (average, all_of_ema),
@@ -132,8 +135,10 @@ def test_updates_by_hand() -> None:
         assert graphs(function) == [(wanted, wanted)], function.__name__
 
     torch._dynamo.reset()
-    places, changed = graphs(clipped)[0]
-    assert places == set() and changed == {id(p.grad) for p in of.parameters()}, "gradients count as parameters"
+    all_gradients = {id(p.grad) for p in of.parameters()}
+    assert graphs(clipped)[0] == (all_gradients, all_gradients)
+    torch._dynamo.reset()
+    assert graphs(scaled) == [(set(), {*all_gradients, id(other)})], "another tensor counts as a gradient"
 
     def copied(into: Tensor) -> None:
         into.copy_(other)
