@@ -121,7 +121,7 @@ def test_updates_by_hand() -> None:
         return nn.utils.clip_grad_norm_(of.parameters(), 1.0)
 
     def scaled() -> None:
-        torch._foreach_mul_([other, *(p.grad for p in of.parameters())], 0.5)
+        torch._foreach_mul_([other, *(p.grad for p in of.parameters() if p.grad is not None)], 0.5)
 
     all_of_ema = set(map(id, ema.parameters()))
     for function, wanted in (
