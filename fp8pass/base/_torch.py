@@ -136,10 +136,7 @@ with required_names():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
-    from torch.utils._python_dispatch import (
-        TorchDispatchMode,
-        is_traceable_wrapper_subclass,
-    )
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_in_force
     from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy

@@ -160,7 +160,7 @@ _REGION = ("recompute", "ac_graph_id")
 
 
 Inlined = tuple[Sequence[fx.Node], list[fx.Node], list[fx.Node]]
-"""What `Builder.inline` has made of a function: its inputs, all nodes, and those of its results."""
+"""(inputs, all nodes, nodes of the results): `Builder.inline` writes one function into a graph as these nodes."""
 
 
 def _layout(x: torch.Tensor) -> tuple[Hashable, ...]:

@@ -32,7 +32,7 @@ class Elementwise:
 
     @property
     def records(self) -> bool:
-        """Whether it writes the last tensor of its state."""
+        """Return whether the quantizer writes the last tensor of its state."""
         return False
 
     def results(self, x: Tensor, *state: Tensor) -> tuple[Tensor, ...]:

@@ -136,7 +136,7 @@ class Delayed(Elementwise):
 
     @property
     def records(self) -> bool:
-        """See `Elementwise`."""
+        """Return whether `results` has a new `amax`."""
         return self.record
 
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a warm step runs on the host: counted, not timed."""
+"""A warm training step calls few Python functions: the tests count them, and time nothing."""
 
 from __future__ import annotations
 
