@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import ChainMap
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,8 @@ class _StrandOutliner:
         for elements in strands.strands.values():
             self.kinds.setdefault(self._key(elements), []).append(elements)
         self.number = calls_for([len(equal) for equal in self.kinds.values()])
+        self.written = {root for e in strands.elements for v in e.writes for root in strands.roots(v)}
+        """The memory that elements write, by its roots."""
         self.read_by: dict[Value, set[tuple[int, int]]] = {}
         """{value: owners and times of its readers}."""
         for e in strands.elements:
@@ -161,9 +163,14 @@ class _StrandOutliner:
         }
         here = {(e.owner, e.time) for e in elements}
         results = [e.result for e in elements if self._is_read_outside(e, here)]
-        if any(self.strands.roots(v) != {v} for v in results):
+        if any(self._may_be_written(v, own) for v in results):
             raise Undivided("an op reads a view that is made elsewhere")
         return _Call(elements, list(reads), rows, results)
+
+    def _may_be_written(self, value: Value, own: Set[Value]) -> bool:
+        """Return whether a result is a view of memory that others have, or write. own: what the call makes."""
+        roots = self.strands.roots(value)
+        return roots != {value} and bool(roots - own or roots & self.written)
 
     def _is_read_outside(self, e: Element, here: set[tuple[int, int]]) -> bool:
         return not self.strands.is_in_place(e) and (
@@ -235,7 +242,7 @@ class _StrandOutliner:
 def _function_of(strands: Strands, call: _Call, is_shared: bool, module: fx.GraphModule) -> fx.GraphModule:
     """Return the graph of a function, which is that of its first call. is_shared: True if there are others."""
     graph = fx.Graph()
-    of = {v: _input(graph, v.node, is_shared) for v in (*call.reads, *call.vectors)}
+    of = {v: _input(graph, v, is_shared) for v in (*call.reads, *call.vectors)}
     numbers = {key: _new_input(graph, f"rows_{i}") for i, key in enumerate(call.rows)}
     dims = {v: dim for e in call.elements for v, dim in e.rows.items()}
     rows = {(v, n): graph.call_function(torch.index_select, (of[v], dims[v], numbers[v, n])) for v, n in call.rows}
@@ -281,9 +288,12 @@ def _arguments_of(node: fx.Node, elements: Sequence[Element]) -> tuple[Any, Any]
     return tuple(map(some, node.args)), {name: some(a) for name, a in node.kwargs.items()}
 
 
-def _input(graph: fx.Graph, node: fx.Node, is_shared: bool) -> fx.Node:
+def _input(graph: fx.Graph, value: Value, is_shared: bool) -> fx.Node:
     """Add an input to a function, for an input or attribute of the update, or for a result of another function."""
-    return input_of(graph, node, is_shared) if node.op == "placeholder" else _new_input(graph, node.name)
+    node, place = value
+    if node.op == "placeholder":
+        return input_of(graph, node, is_shared)
+    return _new_input(graph, node.name if place < 0 else f"{node.name}_{place}")
 
 
 def _new_input(graph: fx.Graph, name: str) -> fx.Node:

@@ -139,6 +139,13 @@ def test_a_graph_that_only_clips_gradients(made: list[Annotation], monkeypatch: 
 
 
 @pytest.mark.compiled
+def test_gradients_that_a_graph_clips_are_strands(made: list[Annotation]) -> None:
+    trained(ADAMW, clips=True)
+    layers = [len(body.layers) for body in made[0].bodies.values()]  # it is compiled before the optimizer's update
+    assert sum(n > 1 for n in layers) == 2, "the norms of equal gradients, and the products with the coefficient"
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bits_of_options(made: list[Annotation], name: str) -> None:
     check_equal(made, ADAMW, **CONFIGS[name])
