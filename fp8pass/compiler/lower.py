@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8pass.base import collector
-from fp8pass.base._torch import HigherOrderOperator, context_of_one_graph
+from fp8pass.base._torch import context_of_one_graph
 from fp8pass.base.node_meta import QUANTIZED
 from fp8pass.compiler.bodies import lower_bodies
 from fp8pass.compiler.cuda_graphs import DEVICE_TYPE, Recorder
@@ -22,9 +22,10 @@ from fp8pass.compiler.joint_passes import JointPasses, warn_if_nothing
 from fp8pass.compiler.through_inductor import lower_through_inductor
 from fp8pass.compiler.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.dump.writer import Dump
-from fp8pass.graph.annotation import CHECKPOINT, Annotation, graphs_of, is_state_input
+from fp8pass.graph.annotation import COND, Annotation, graphs_of, is_state_input
 from fp8pass.graph.attempt import FIRST, Attempt
 from fp8pass.options.config import Config
+from fp8pass.passes.common.checkpoint_regions import graphs_of_call
 from fp8pass.passes.joint.expand_quantizers import ExpandQuantizers
 from fp8pass.quant.one_op import one_op_each
 from fp8pass.report.drawing import drawn
@@ -88,11 +89,10 @@ def lower(
 
 
 def _quantizes_in_branches(module: fx.GraphModule) -> bool:
-    """Return whether a branch or a loop body quantizes: AOTAutograd runs its code, which would have to know recipes."""
-    calls = (n for part in graphs_of(module) for n in part.graph.nodes if isinstance(n.target, HigherOrderOperator))
-    bodies = (x for n in calls if n.target is not CHECKPOINT for x in n.all_input_nodes if x.op == "get_attr")
-    parts = (part for x in bodies for part in graphs_of(getattr(x.graph.owning_module, str(x.target))))
-    return any(QUANTIZED in n.meta for part in parts for n in part.graph.nodes)
+    """Return whether a branch quantizes: AOTAutograd runs its code, which would have to know recipes."""
+    calls = ((part, n) for part in graphs_of(module) for n in part.graph.find_nodes(op="call_function", target=COND))
+    branches = (branch for part, call in calls for branch in graphs_of_call(part, call))
+    return any(QUANTIZED in n.meta for branch in branches for part in graphs_of(branch) for n in part.graph.nodes)
 
 
 def _records(config: Config, inputs: list[Any]) -> bool:

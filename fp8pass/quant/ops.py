@@ -149,13 +149,13 @@ class Delayed(Elementwise):
         return (x_, self._merged(amax, new)) if self.record else (x_,)
 
     def by_scale(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x` quantized and dequantized, and its amax f32[]. scale: f32[], of the slot."""
-        x_q, scale_inv, new = self._quantized(x, scale)
+        """Return `x` quantized and dequantized, and its amax f32[]. scale: as in `with_amax`."""
+        x_q, scale_inv, new = self.with_amax(x, scale)
         return scaling.dequantize(x_q, scale_inv, x.dtype), new
 
     def parts(self, x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; record its amax in `amax`, in place. Return (`x_q`, scale_inv f32[])."""
-        x_q, scale_inv, new = self.with_amax(x, scales)
+        x_q, scale_inv, new = self.with_amax(x, scales[self.slot])
         if self.record:
             amax.copy_(self._merged(amax, new))
         return x_q, scale_inv
@@ -164,11 +164,11 @@ class Delayed(Elementwise):
         merged: Tensor = record(amax, new, self.index, self.recipe.on_nonfinite)
         return merged
 
-    def with_amax(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[])."""
-        return self._quantized(x, scales[self.slot])
+    def with_amax(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[]).
 
-    def _quantized(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scale: f32[], of the slot.
+        """
         new = scaling.amax(x)
         # `new` is the amax of this rank's part: not the one to scale by if ranks have other parts
         scale = self._scale(x, scale, None if self.over else new)

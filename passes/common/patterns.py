@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -279,9 +279,15 @@ def _ends(
     return [n for n in reach([node], neighbours, through) if n is not node and not through(n)]
 
 
-def move_before(at: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Move `nodes`, and the nodes that they depend on, before `at`. None of them may depend on `at`."""
+def move_before(at: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Move `nodes`, and the nodes that they depend on, before `at`; return the node that they stand before now.
+
+    That is a later one if `at` is one of `nodes`. None of the others may depend on it.
+    """
+    while at in nodes:
+        at = at.next
     later = reach([n for n in nodes if n > at], lambda node: (n for n in node.all_input_nodes if n > at))
     for node in sorted(later):
         assert at not in node.all_input_nodes, f"{node} reads {at}"
         at.prepend(node)
+    return at

@@ -181,8 +181,7 @@ class _RecordsRewriter:
         if any(scale.target is not aten.select.int for scale in scales):
             return
         users = {user for scale in scales for user in scale.users if user.op != "output"}
-        at = min(users)
-        move_before(at, scales)
+        at = move_before(min(users), scales)
         vector = self.build.emit(at, JOINED, scales)
         vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])  # Inductor then makes it a buffer
         for i, scale in enumerate(scales):
@@ -197,7 +196,7 @@ class _RecordsRewriter:
         """
         at = min([self.m.copy, *(user for slot in group for user in slot.inverse.users)])
         sources = [slot.partial for slot in group], [slot.scale for slot in group]
-        move_before(at, [*sources[0], *sources[1]])
+        at = move_before(at, [*sources[0], *sources[1]])
         amax, scale_inv = self.build.inline(at, _last_stage, *sources[0], *sources[1])
         elements = [self.build.emit(at, aten.select.int, scale_inv, 0, i) for i in range(len(group))]
         for slot, element in zip(group, elements, strict=True):

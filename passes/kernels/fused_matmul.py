@@ -252,9 +252,7 @@ def rewrite(build: Builder, m: FusedMatch, plan: Plan) -> None:
     given = [a for a in e.matmul.args[:5] if isinstance(a, fx.Node)]
     # a companion does not depend on the matmul, so its readers may stand before it
     at = min([e.matmul.next, *(user for o in m.made for user in o.instead_of.users)])
-    while at in e.inputs:  # as the scale of a quantize may be, which is read first
-        at = at.next
-    move_before(at, [*given, *e.inputs])
+    at = move_before(at, [*given, *e.inputs])
     build.like = e.matmul
     operands = dict(zip(["a", "b", "scale_a", "scale_b", "bias"], given, strict=False))  # without a bias, four
     inputs = {f"in{i}": node for i, node in enumerate(e.inputs, len(e.products.parts))}

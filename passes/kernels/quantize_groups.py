@@ -527,7 +527,7 @@ def rewrite(build: Builder, m: GroupMatch, plan: TilesPlan) -> None:
     # before the ops that overwrite what the kernel reads, too
     at = min([*_overwriting(group), *(user for o in m.made for user in o.instead_of.users)])
     inputs = group.tensors()
-    move_before(at, inputs)
+    at = move_before(at, inputs)
     # new nodes get the metadata of the node that they replace, and with it the user's source line
     build.like = m.made[0].instead_of
     kernel = kernel_of(plan), list(map(plan.programs, plan.choices))

@@ -429,11 +429,7 @@ class _Writer:
         bootstrap = quantizer.bootstrap or self.context.bootstrap
         placed = replace(quantizer, slot=i, index=i, bootstrap=bootstrap, record=False)
 
-        def quantize(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-            x_q, scale_inv, amax = placed.with_amax(x, scales)
-            return scaling.dequantize(x_q, scale_inv, x.dtype), amax
-
-        y, amax = self.build.inline(before, quantize, x, scales)
+        y, amax = self.build.inline(before, lambda x, scales: placed.by_scale(x, scales[i]), x, scales)
         # a forward that checkpointing repeats quantizes another node of the same value: its amax is the same
         self.amaxes.setdefault((slot.table, i), amax)
         return y

@@ -30,6 +30,18 @@ def decorate(function: Callable[..., Any], **config: Any) -> Any:
     return fp8pass.train_step(function, **{"recipe": RECIPE, "lowering": "eager", **config})
 
 
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, **config: Any) -> Any:
+    """Return a training step on the mean of the model's squares."""
+
+    @fp8pass.train_step(**{"recipe": "delayed", "min_speedup": 0, **config})
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def weights(*models: nn.Module) -> list[WeightCopy]:
     return weights_of([p for model in models for p in model.parameters()])
 

@@ -17,7 +17,7 @@ import fp8pass
 from fp8pass.base.names import PACKAGE
 from fp8pass.weights import weight_cache
 from fp8pass.weights.weight_cache import WeightsOf, trained
-from tests.helpers.train_step import batch
+from tests.helpers.train_step import batch, plain_step
 
 AOT = f"{torch.__path__[0]}/_functorch/_aot_autograd/"
 
@@ -41,13 +41,7 @@ def step_of(matmuls: int, fused: bool, **options: Any) -> tuple[Callable[[Tensor
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(matmuls) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=not fused)
-
-    @fp8pass.train_step(recipe="delayed", min_speedup=0, on_fault="raise", **options)
-    def step(x: Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = plain_step(model, optimizer, on_fault="raise", **options)
     for i in range(6):
         step(batch(i, 16, 32))
     return step, model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fp8pass
 from fp8pass.base._torch import compilations
-from tests.helpers.train_step import batch, everything, weights
+from tests.helpers.train_step import batch, everything, plain_step, weights
 from tests.passes.update.test_outline_strands import model_of
 
 
@@ -19,13 +19,7 @@ def trained(cache: str) -> tuple[dict[str, Tensor], Any]:
     torch._dynamo.reset()
     model = model_of(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    @fp8pass.train_step(recipe="delayed", min_speedup=0, weight_cache=cache)
-    def step(x: Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = plain_step(model, optimizer, weight_cache=cache)
     for i in range(4):
         step(batch(i, 16, 32))
     assert all((w.requantized, w.expected) == (2, 2) for w in weights(model))

@@ -48,7 +48,7 @@ def quantizing(
     quantizer = ops.Delayed(recipe, dtype, slot=0, index=0, bootstrap=bootstrap, record=False)
 
     def both(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-        x_q, scale_inv, amax = quantizer.with_amax(x, scales)
+        x_q, scale_inv, amax = quantizer.with_amax(x, scales[quantizer.slot])
         return (x_q, x_q.t().contiguous(), scale_inv, amax) if turned else (x_q, scale_inv, amax)
 
     return both
