@@ -14,8 +14,9 @@ than compute: its outputs are views of its inputs, for example.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,13 @@ from fp8pass.base._torch import (
     coerce_to_expected_memory_format,
     is_traceable_wrapper_subclass,
     keeps_graph,
+    top_saved_tensors_hooks,
     without_autocast,
     without_switch,
 )
 from fp8pass.compiler.cuda_graphs import Boxed, Recorder
 from fp8pass.compiler.line import Line, Op
+from fp8pass.weights.parameter_bytes import storages_of
 
 MOST_BYTES = 1 << 30
 """The most bytes of gradients that one node hands over at its end."""
@@ -96,8 +99,8 @@ def without_wrappers(compiled: Callable[..., Any], code: Boxed, known: Any, inpu
 class _Body:
     """The compiled code of a function, and what AOTAutograd knows of its results. Raises Other if it does more.
 
-    tangents: {result that has a gradient: the memory format in which the backward takes it}. checked, unchecked: the
-    results that are saved, with and without a check of their versions.
+    tangents: {result that has a gradient: the memory format in which the backward takes it}. saved: the results that
+    are saved; unchecked: those of them whose versions are not checked.
     """
 
     def __init__(self, function: Any, arguments: int, results: int) -> None:
@@ -113,29 +116,28 @@ class _Body:
         self.donates = bool(known.bw_donated_idxs)
         formats = [meta.memory_format for meta in known.subclass_tangent_meta]
         self.tangents = dict(zip(outputs, formats, strict=True))
-        self.checked = known.tensors_saved_for_backwards_with_vc_check_slice
-        self.unchecked = known.tensors_saved_for_backwards_no_vc_check_slice
+        self.saved, self.unchecked = slice(results, None), known.tensors_saved_for_backwards_no_vc_check_slice
         self.not_differentiable = [i for i, out in enumerate(known.output_info) if not out.requires_grad]
         self.likes: dict[int, Tensor] = {}
         """Results that have gradients, as tensors without memory, once the function has run."""
-        self.counts = 0, 0
-        """How many results are saved with a check, and without, once the function has run."""
+        self.count, self.checked = 0, 0
+        """How many results are saved, and how many of them, the first, with a check, once the function has run."""
 
     def run(self, arguments: list[Any]) -> Any:
-        """Run the forward; return its results, and what it saves with and without a check."""
+        """Run the forward; return its results, and then what it saves."""
         results = self.forward(arguments)
-        checked, unchecked = results[self.checked], results[self.unchecked]
         if len(self.likes) < len(self.tangents):
-            self.counts = len(checked), len(unchecked)
+            self.count = len(results[self.saved])
+            self.checked = self.count - len(results[self.unchecked])
             self.likes = {i: results[i].to("meta") for i in self.tangents}
-        return results, checked, unchecked
+        return results
 
 
 class _Constant:
     """A function whose results have no gradients."""
 
     donates = False
-    tangents: ClassVar[dict[int, Any]] = {}
+    saved = slice(0)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         run = without_switch(function)
@@ -146,10 +148,10 @@ class _Constant:
             self._code, self._written = function.direct
 
     def run(self, arguments: list[Any]) -> Any:
-        """Run the function; return its results, and nothing to save."""
+        """Run the function; return its results."""
         if self._written:
             increment_version([arguments[i] for i in self._written])
-        return self._code(arguments), (), ()
+        return self._code(arguments)
 
 
 class Other(Exception):
@@ -185,6 +187,10 @@ class OneNode:
             if i not in body.not_differentiable
         }
         self.not_differentiable = [i for i, slot in enumerate(line.outputs) if slot not in differentiable]
+        self.checked: list[int] = []
+        """The tensors, of those that are saved, whose versions are checked, by position, once the forward has run."""
+        self.shown: list[int] = []
+        """Those of them that have memory of inputs or outputs: no one else has the others, and could overwrite them."""
         self._recorder = recorder
         self._parts: dict[int, Sequence[Tensor]] = {}
         """The parts of state tensors, by the first slot."""
@@ -199,32 +205,32 @@ class OneNode:
         results: tuple[Any, ...] = _Node.apply(self, state, *inputs[:start], *self.attributes)  # type: ignore[no-untyped-call]
         return results
 
-    @functools.cached_property
-    def checked(self) -> int:
-        """How many tensors are saved with a check of their versions, once the forward has run."""
-        return sum(body.counts[0] for body in self.bodies if isinstance(body, _Body))
-
     def _forward(self, slots: list[Any]) -> list[Any]:
-        """Return the outputs, then the tensors to save, first those with a check of their versions. Empties `slots`.
-
-        slots: the inputs.
-        """
+        """Return the outputs, then the tensors to save. Empties `slots`. slots: the inputs."""
         slots += [None] * (self.line.slots - len(slots))
-        checked, unchecked = list[Tensor](), list[Tensor]()
+        saved: list[Tensor] = []
         for op, body in zip(self.line.ops, self.bodies, strict=True):
             if body is None:
                 slots[op.first : op.first + op.count] = self._parts_of(op, slots[op.inputs[0]])
             else:
-                results, *saved = body.run([slots[i] for i in op.inputs])
+                results = body.run([slots[i] for i in op.inputs])
                 slots[op.first : op.first + op.count] = results[: op.count]
-                checked += saved[0]
-                unchecked += saved[1]
-                del results, saved
+                saved += results[body.saved]
+                del results
             for i in op.frees:
                 slots[i] = None
         outputs = [slots[i] for i in self.line.outputs]
+        if saved and not self.checked:
+            self._look_at(saved, slots[: self.line.inputs] + outputs)
         slots.clear()
-        return [*outputs, *checked, *unchecked]
+        return outputs + saved
+
+    def _look_at(self, saved: Sequence[Tensor], shown: Sequence[Any]) -> None:
+        counts = [(body.count, body.checked) for body in self.bodies if isinstance(body, _Body)]
+        are_checked = [i < checked for count, checked in counts for i in range(count)]
+        self.checked = [i for i, is_checked in enumerate(are_checked) if is_checked]
+        memory = storages_of(x for x in shown if isinstance(x, Tensor))
+        self.shown = [i for i in self.checked if not memory.keys().isdisjoint(storages_of([saved[i]]))]
 
     def _parts_of(self, op: Op, whole: Tensor) -> Sequence[Tensor]:
         """Return the parts of a state tensor: those of the last call, unless that had a tensor in other memory.
@@ -253,26 +259,25 @@ class OneNode:
 
     def _backward(self, given: Sequence[bool], args: list[Tensor]) -> list[Tensor | None]:
         """Return the gradients of the inputs. given: the outputs that have one. args: what is saved, and these."""
-        of_outputs = iter(_taken(args, sum(given)))
-        grads = {slot: next(of_outputs) for slot, is_given in zip(self.line.outputs, given, strict=True) if is_given}
-        tangents_device = next(iter(grads.values())).device
-        checked, unchecked = args[: self.checked], args[self.checked :]
-        args.clear()
+        device, grads = args[-1].device, list[Any]([None] * self.line.slots)
+        of_outputs = itertools.compress(self.line.outputs, given)
+        for slot, g in zip(of_outputs, _taken(args, sum(given)), strict=True):
+            grads[slot] = g
         for op, body in zip(reversed(self.line.ops), reversed(self.bodies), strict=True):
             if not isinstance(body, _Body):
                 continue
-            saved = [*_taken(checked, body.counts[0]), *_taken(unchecked, body.counts[1])]
-            known = {i: g for i in body.tangents if (g := grads.pop(op.first + i, None)) is not None}
-            if not known:  # nothing that this call computes is differentiated
+            saved, known = _taken(args, body.count), [grads[op.first + i] for i in body.tangents]
+            if all(g is None for g in known):  # nothing that this call computes is differentiated
                 continue
-            for i, memory_format in body.tangents.items():
-                g = known[i] if i in known else torch.zeros_like(body.likes[i], device=tangents_device)
+            for (i, memory_format), g in zip(body.tangents.items(), known, strict=True):
+                g = torch.zeros_like(body.likes[i], device=device) if g is None else g
                 saved.append(coerce_to_expected_memory_format(g, memory_format))
+            grads[op.first : op.first + op.count] = [None] * op.count
             del known, g
             for slot, g in zip(op.inputs, body.backward(saved), strict=True):
                 if g is not None:
-                    grads[slot] = grads[slot] + g if slot in grads else g
-        return [grads.get(i) for i in range(self.line.inputs)]
+                    grads[slot] = g if grads[slot] is None else grads[slot] + g
+        return grads[: self.line.inputs]
 
 
 def _taken(saved: list[Tensor], count: int) -> list[Tensor]:
@@ -291,11 +296,14 @@ class _Node(torch.autograd.Function):
         with without_autocast():
             results = node.forward([*others[:start], *state, *others[start:]])
         end = len(node.line.outputs)
-        outputs, checked, unchecked = results[:end], results[end : end + node.checked], results[end + node.checked :]
+        outputs, saved = results[:end], results[end:]
         del results
-        ctx.node = node
-        ctx.save_for_backward(*[x.detach() if x._is_view() else x for x in checked])
-        ctx.unchecked = [x.detach() if x._is_view() else x for x in unchecked]
+        # hooks of users, such as those that move to the CPU what is saved, get all that AOTAutograd would give them
+        ctx.node, ctx.checked = node, node.checked if top_saved_tensors_hooks(False) else node.shown
+        ctx.save_for_backward(*[x.detach() if (x := saved[i])._is_view() else x for i in ctx.checked])
+        for i in ctx.checked:
+            saved[i] = None
+        ctx.others = [x.detach() if x is not None and x._is_view() else x for x in saved]
         ctx.mark_non_differentiable(*(x for i in node.not_differentiable if isinstance(x := outputs[i], Tensor)))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -309,10 +317,12 @@ class _Node(torch.autograd.Function):
                 "This backward was compiled to overwrite what its forward has saved, so it runs once: call backward "
                 "without retain_graph=True, or set torch._functorch.config.donated_buffer = False before compiling"
             )
-        saved = [*ctx.saved_tensors, *ctx.unchecked]
+        saved = [*ctx.others] if keeps else ctx.others
+        for i, x in zip(ctx.checked, ctx.saved_tensors, strict=True):
+            saved[i] = x
         if not keeps:
             ctx.maybe_clear_saved_tensors()
-            ctx.unchecked = None
+            ctx.others = None
         with without_autocast(), torch.no_grad():
             grads = [*ctx.node.backward(saved, tangents)]
         del grads[ctx.node.state]

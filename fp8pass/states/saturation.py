@@ -50,29 +50,26 @@ class _Watch:
         if is_time and not (history.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.compared_at = steps
             recipe = state.table.delayed
-            grown = overshoots(history, rows, recipe.amax_compute_algo, recipe.margin)
-            newest = largest(history[:rows])
-            self.found = _Later(torch.stack([grown, newest * state.tensors.scale, largest(history) / newest]))
+            scale, algo = state.tensors.scale, recipe.amax_compute_algo
+            self.found = _Later(compared(history, scale, rows, algo, recipe.margin))
 
 
 @torch.no_grad()
-def overshoots(history: Tensor, rows: int, algo: object, margin: int) -> Tensor:
-    """Return by how much the largest of the newest amaxes exceeded what its scale can represent, f32[T].
+def compared(history: Tensor, scale: Tensor, rows: int, algo: object, margin: int) -> Tensor:
+    """Compare the newest amaxes of slots with their scales and with the older amaxes; return what was found, f32[3, T].
 
-    history: f32[H, T], the newest at row 0. rows: how many of the amaxes count. 0 for slots without an older amax.
+    By how much the largest of the newest ones exceeded what its own scale could represent, 0 for slots without an older
+    amax; what `scale` makes of it; and how many times as large the largest of the history is. history: f32[H, T], the
+    newest amaxes at row 0. scale: f32[T], the newest. rows: how many of the amaxes count.
     """
-    newest, older = history[:rows], history[1 : rows + 1]
-    if algo != "most_recent":
-        # the largest of all older ones; of a function, which may return less, it is a bound
-        oldest_first = torch.cat([history[rows:].amax(0, keepdim=True), older[:-1].flip(0)])
-        older = oldest_first.cummax(0).values.flip(0)
-    ratio = newest / older / 2**margin
-    return torch.where((older > 0) & torch.isfinite(ratio), ratio, 0).amax(0)
-
-
-def largest(history: Tensor) -> Tensor:
-    """Return the largest amaxes f32[T] of a history f32[H, T]; 0 for slots without any."""
-    return history.amax(0).nan_to_num(torch.inf).clamp(min=0)
+    # a history is long, and its older part is read once
+    oldest_first = torch.cat([history[rows:].amax(0, keepdim=True), history[: rows + 1].flip(0)]).clamp(min=0)
+    largest = oldest_first.cummax(0).values
+    # the largest of all older ones made a scale; of a function, which may return less, it is a bound
+    older, newest = (oldest_first if algo == "most_recent" else largest)[1:-1], oldest_first[2:]
+    grown = (newest / older / 2**margin).nan_to_num(0, 0).amax(0)
+    at_most = torch.stack([newest.amax(0), largest[-1]]).nan_to_num(torch.inf)
+    return torch.stack([grown, at_most[0] * scale, at_most[1] / at_most[0]])
 
 
 class _Later:

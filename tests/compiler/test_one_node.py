@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -74,12 +76,12 @@ def trained(
     return list(model.parameters()), fp8pass.state(model).state_dict(), value
 
 
-def nodes(x: Tensor) -> set[str]:
-    """Return the names of the nodes that a tensor was computed by."""
-    found, todo = set[str](), [x.grad_fn]
+def nodes(x: Tensor) -> dict[str, Any]:
+    """Return the nodes that a tensor was computed by, by name."""
+    found, todo = dict[str, Any](), [x.grad_fn]
     while todo:
         if (node := todo.pop()) is not None:
-            found.add(type(node).__name__)
+            found[type(node).__name__] = node
             todo += [following for following, _ in node.next_functions]
     return found
 
@@ -191,7 +193,9 @@ def test_what_is_saved_is_freed_call_by_call(monkeypatch: pytest.MonkeyPatch) ->
 
     def noting(self: Any, arguments: list[Any]) -> Any:
         results = body_run(self, arguments)
-        saved.extend(StorageWeakRef(x.untyped_storage()) for x in results[1] if not isinstance(x, nn.Parameter))
+        saved.extend(
+            StorageWeakRef(x.untyped_storage()) for x in results[self.saved] if not isinstance(x, nn.Parameter)
+        )
         return results
 
     torch.manual_seed(0)
@@ -202,6 +206,41 @@ def test_what_is_saved_is_freed_call_by_call(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(one_node._Body, "run", noting)
     last(run(batch(5, 16, 32))).backward()
     assert len(saved) > 6 and alive[0] == len(saved) and alive[-1] < len(saved) / 2
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("what", ["parameter", "output"])
+def test_what_is_saved_is_not_overwritten(what: str) -> None:
+    """Autograd's error is raised where a tensor changes that the backward reads, and that others have, too."""
+    torch.manual_seed(0)
+    model = Model()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, __, result: result.tanh())  # its backward reads the layer's result
+    run = compiled(model, recipe="dynamic")
+    for i in range(4):
+        last(run(batch(i, 16, 32))).backward()
+    loss = last(results := run(batch(5, 16, 32)))
+    assert "_NodeBackward" in nodes(loss)
+    with torch.no_grad():
+        (results[1] if what == "output" else model.layers[1].norm.weight).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.compiled
+def test_hooks_get_what_is_saved() -> None:
+    """Without hooks, autograd has only what others have, too; hooks get all, and the backward reads what they return."""
+    torch.manual_seed(0)
+    run = compiled(Model(), recipe="dynamic")
+    x, counts, grads, packed = batch(0, 16, 32).requires_grad_(), list[int](), list[Tensor](), list[Tensor]()
+    for i in range(6):
+        with saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), Tensor.clone) if i == 5 else nullcontext():
+            loss = last(run(x))
+        if i > 3:
+            counts.append(len(nodes(loss)["_NodeBackward"].checked))
+        grads += torch.autograd.grad(loss, x)
+    assert 0 < counts[0] < counts[1] <= len(packed)
+    assert torch.equal(grads[4], grads[5])
 
 
 @pytest.mark.compiled

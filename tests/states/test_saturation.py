@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8pass.recipes import DelayedScaling
 from fp8pass.states import saturation
-from fp8pass.states.saturation import MUCH, largest, overshoots, smallest_normal
+from fp8pass.states.saturation import MUCH, compared, smallest_normal
 from tests.helpers.harness import compiled
 from tests.helpers.models import make
 
@@ -44,12 +44,16 @@ def inputs(factor: Callable[[int], float], steps: int = 12) -> Iterator[Tensor]:
 
 @pytest.mark.passes
 @pytest.mark.parametrize(("algo", "wanted"), [("max", [8.0, 0.5, 0.0]), ("most_recent", [8.0, 4.0, 0.0])])
-def test_overshoots(algo: str, wanted: list[float]) -> None:
+def test_what_exceeded_its_scale(algo: str, wanted: list[float]) -> None:
     """Newest first: a jump, a rise that an older amax has seen already, and a slot that has begun."""
     history = torch.tensor([[16.0, 4.0, 3.0], [2.0, 1.0, 0.0], [1.0, 8.0, 0.0], [2.0, 1.0, 0.0]])
-    assert overshoots(history, 1, algo, 0).tolist() == wanted
-    assert overshoots(history, 1, algo, 1).tolist() == [x / 2 for x in wanted]
-    assert overshoots(torch.full((4, 1), float("nan")), 2, algo, 0).tolist() == [0]
+    scale = torch.ones(3)
+    assert compared(history, scale, 1, algo, 0)[0].tolist() == wanted
+    assert compared(history, scale, 1, algo, 1)[0].tolist() == [x / 2 for x in wanted]
+    assert compared(torch.full((4, 1), float("nan")), scale[:1], 2, algo, 0)[0].tolist() == [0]
+    assert compared(torch.full((4, 1), -1.0), scale[:1], 2, algo, 0)[0].tolist() == [0], "a slot that was not used yet"
+    after_infinity = history.where(history < 16, torch.inf)
+    assert compared(after_infinity, scale, 2, algo, 0)[0, 0] == (1 if algo == "max" else 2)
 
 
 @pytest.mark.compiled
@@ -74,10 +78,11 @@ def test_what_is_not_warned_of(factor: Callable[[int], float], options: dict[str
 
 
 @pytest.mark.passes
-def test_largest() -> None:
-    """It returns 0 for a slot that was not used yet, and the largest float for one that met an infinity."""
+def test_what_the_newest_became_and_how_far_it_fell() -> None:
+    """A slot that was not used yet has 0, and one that met an infinity fell from the largest float."""
     history = torch.tensor([[2.0, -1.0, 1.0], [3.0, -1.0, torch.inf]])
-    assert largest(history).tolist() == [3.0, 0.0, torch.finfo().max]
+    _, scaled, fallen = compared(history, torch.tensor([4.0, 1.0, 1.0]), 1, "max", 0).tolist()
+    assert scaled == [8.0, 0.0, 1.0] and (fallen[0], fallen[2]) == (1.5, torch.finfo().max)
     assert (smallest_normal(448.0), smallest_normal(57344.0)) == (2.0**-6, 2.0**-14)
 
 
