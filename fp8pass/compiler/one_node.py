@@ -136,22 +136,16 @@ class _Body:
 class _Constant:
     """A function whose results have no gradients."""
 
-    donates = False
-    saved = slice(0)
+    saved, donates = slice(0), False
 
     def __init__(self, function: Callable[..., Any]) -> None:
         run = without_switch(function)
-        self._code: Boxed = lambda arguments: run(*arguments)
-        self._written: Sequence[int] = ()
+        self.run: Boxed = lambda arguments: run(*arguments)
+        """Runs the function with a list of arguments, and returns its results."""
+        self.written: Sequence[int] = ()
         """The arguments whose versions count up in each call, by position: AOTAutograd's wrappers do that, no code."""
         if hasattr(function, "direct"):
-            self._code, self._written = function.direct
-
-    def run(self, arguments: list[Any]) -> Any:
-        """Run the function; return its results."""
-        if self._written:
-            increment_version([arguments[i] for i in self._written])
-        return self._code(arguments)
+            self.run, self.written = function.direct
 
 
 class Other(Exception):
@@ -179,6 +173,7 @@ class OneNode:
         self.attributes = attributes
         self.bodies = [bodies.get(op.function) for op in line.ops]
         self.donates = any(body.donates for body in bodies.values())
+        self._written = line.written({name: getattr(body, "written", ()) for name, body in bodies.items()})
         differentiable = {
             op.first + i
             for op, body in zip(line.ops, self.bodies, strict=True)
@@ -207,6 +202,7 @@ class OneNode:
 
     def _forward(self, slots: list[Any]) -> list[Any]:
         """Return the outputs, then the tensors to save. Empties `slots`. slots: the inputs."""
+        increment_version([slots[i] for i in self._written])  # once for all calls
         slots += [None] * (self.line.slots - len(slots))
         saved: list[Tensor] = []
         for op, body in zip(self.line.ops, self.bodies, strict=True):
@@ -296,7 +292,7 @@ class _Node(torch.autograd.Function):
         with without_autocast():
             results = node.forward([*others[:start], *state, *others[start:]])
         end = len(node.line.outputs)
-        outputs, saved = results[:end], results[end:]
+        outputs, saved = results[:end], list[Any](results[end:])
         del results
         # hooks of users, such as those that move to the CPU what is saved, get all that AOTAutograd would give them
         ctx.node, ctx.checked = node, node.checked if top_saved_tensors_hooks(False) else node.shown

@@ -233,8 +233,13 @@ def test_hooks_get_what_is_saved() -> None:
     torch.manual_seed(0)
     run = compiled(Model(), recipe="dynamic")
     x, counts, grads, packed = batch(0, 16, 32).requires_grad_(), list[int](), list[Tensor](), list[Tensor]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
     for i in range(6):
-        with saved_tensors_hooks(lambda x: packed.append(x) or x.clone(), Tensor.clone) if i == 5 else nullcontext():
+        with saved_tensors_hooks(pack, Tensor.clone) if i == 5 else nullcontext():
             loss = last(run(x))
         if i > 3:
             counts.append(len(nodes(loss)["_NodeBackward"].checked))
