@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from fp8pass.base.frames import with_room
 from fp8pass.base.versions import check_version, required_names
 
 check_version()
@@ -291,7 +292,7 @@ def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any]
     """
     # Dynamo has no public hook for attempts: its callbacks do not get the frame's code or the result.
     # the class, not an object: Dynamo makes a ConvertFrame for each call of `torch.compile`
-    compile_frame = ConvertFrame.__call__
+    compile_frame = with_room(ConvertFrame.__call__)
 
     def compile_and_tell(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
         begin()

@@ -32,6 +32,7 @@ from torch import fx
 from fp8pass.base import collector
 from fp8pass.base._torch import RestartAnalysis, SkipFrame, functorch_config, timeout_of, unset_fake_temporarily
 from fp8pass.base.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
+from fp8pass.base.frames import with_room
 from fp8pass.dump.writer import Dump
 from fp8pass.graph.attempt import FIRST, FUNCTIONS, LOWERING, NEEDED, Attempt
 from fp8pass.options import overrides
@@ -312,6 +313,7 @@ class Later:
         self.has_run = False
         """True if all of the graph but its backward is compiled."""
 
+    @with_room
     @collector.paused()
     def lower(
         self,

@@ -13,6 +13,7 @@ from torch import fx
 
 from fp8pass.base import collector
 from fp8pass.base._torch import context_of_one_graph
+from fp8pass.base.frames import with_room
 from fp8pass.base.node_meta import QUANTIZED
 from fp8pass.compiler.bodies import lower_bodies
 from fp8pass.compiler.cuda_graphs import DEVICE_TYPE, Recorder
@@ -35,6 +36,7 @@ from fp8pass.states.steps import RegionPass, checkpointed_region
 log = logging.getLogger(__name__)
 
 
+@with_room
 @collector.paused()
 def lower(
     annotation: Annotation,
