@@ -21,8 +21,8 @@ from fp8pass.states.slots import InstanceState, SlotTable
 MUCH = 16.0
 """So many times the largest value that its scale can represent is too large: if a tensor of normally distributed
 elements grew so much, 80% of them saturate."""
-MOST_STEPS = 16
-"""The steps after which the device compares, if the history is long enough."""
+FIRST_STEPS, MOST_STEPS = 16, 64
+"""The steps after which the device compares: at first, and later in a run, if the history is long enough."""
 
 
 def watch(state: InstanceState) -> None:
@@ -45,7 +45,7 @@ class _Watch:
             _tell(state, *self.found.numbers.tolist())
             self.found = None
         steps, history = state.tracker.steps, state.tensors.amax_history
-        rows = min(MOST_STEPS, len(history) // 2)
+        rows = min(max(FIRST_STEPS, self.compared_at), MOST_STEPS, len(history) // 2)
         is_time = rows and steps - self.compared_at >= rows and self.found is None
         if is_time and not (history.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.compared_at = steps
