@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import inspect
 import logging
@@ -38,11 +39,19 @@ with required_names():
     from torch._dynamo.code_context import code_context
     from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrame, output_codes
     from torch._dynamo.eval_frame import OptimizeContext, innermost_backend, skip_code
-    from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
+    from torch._dynamo.exc import (
+        RestartAnalysis,
+        SkipFrame,
+        SpeculationRestartAnalysis,
+        TensorifyScalarRestartAnalysis,
+        TorchDynamoException,
+    )
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.types import ConvertFrameReturn
     from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons, to_fake_tensor
+    from torch._dynamo.variables.misc import GetAttrVariable
+    from torch._dynamo.variables.tensor import TensorVariable
     from torch._functorch import config as functorch_config
     from torch._functorch import partitioners
     from torch._functorch._aot_autograd.runtime_wrappers import (
@@ -317,6 +326,37 @@ def leave_op_by_op(is_left: Callable[[CodeType], bool]) -> None:
         return compile_frame(self, frame, *args, **kwargs)
 
     ConvertFrame.__call__ = compile_or_leave  # type: ignore[method-assign]
+
+
+@functools.cache
+def break_at_backward_at_once() -> None:
+    """Let Dynamo trace what is before a call of `backward` once, from now on.
+
+    Dynamo goes back to the beginning of a function if it can't trace one of its calls, and breaks the graph when it
+    gets there again: the call may have changed much before it failed. That of a tensor's `backward` fails at once.
+    """
+    if (opcode := dis.opmap.get("CALL")) is None:  # before Python 3.11
+        return
+    call: Any = InstructionTranslator.dispatch_table[opcode]
+
+    def call_or_break(self: Any, instruction: Any) -> None:
+        before = self.stack[:], self.kw_names, self.speculation_log.index
+        try:
+            call(self, instruction)
+        except SpeculationRestartAnalysis:
+            if not _calls_backward(before[0][-instruction.arg - 2 :]):
+                raise
+            self.stack[:], self.kw_names, self.speculation_log.index = before
+            call(self, instruction)  # Dynamo knows now that it fails, and breaks the graph
+
+    InstructionTranslator.dispatch_table[opcode] = call_or_break
+
+
+def _calls_backward(function_and_arguments: Sequence[Any]) -> bool:
+    if dynamo_config.trace_autograd_ops:  # it traces some of these calls
+        return False
+    named = (x for x in function_and_arguments[:2] if isinstance(x, GetAttrVariable) and x.name == "backward")
+    return any(isinstance(x.obj, TensorVariable) for x in named)
 
 
 def leave_steps_op_by_op(is_left: Callable[[torch.optim.Optimizer], bool]) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8pass.backend import compile_graph
-from fp8pass.base._torch import counters, frames_op_by_op, optimizers_ranges_ignored
+from fp8pass.base._torch import break_at_backward_at_once, counters, frames_op_by_op, optimizers_ranges_ignored
 from fp8pass.base.errors import Fp8Error, gone_on_after, warn_once
 from fp8pass.base.names import PACKAGE, location_of
 from fp8pass.compiler.ddp_cuts import configured
@@ -92,6 +92,7 @@ class TrainStep:
         self.config = config
         self._function = function
         backend = configured(lambda: config)(_held_weakly(self._compile))
+        break_at_backward_at_once()
         self._compiled = torch.compile(function, backend=backend)
         self._writer = CopyWriter(config)
         self._weights_of = WeightsOf(trained)

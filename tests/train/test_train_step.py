@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -823,6 +825,40 @@ def test_a_step_that_is_all_compiled_catches_no_calls() -> None:
     assert step.report.recompiles == []
     assert {g.name for g in step.report.gemms} == {"0", "1"}
     assert not any("module_calls.py" in g.source for g in step.report.gemms)
+
+
+traced = list[None]()
+
+
+class Traced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        comptime(lambda _: traced.append(None))  # Dynamo calls it where it traces this
+        return x.relu()
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Dynamo knows calls by another opcode")
+def test_the_model_is_traced_once() -> None:
+    """Dynamo would trace it again for each of the calls that it can't trace, such as these backwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Traced())
+    optimizer = sgd(model)
+
+    def function(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward(gradient=torch.ones(()), retain_graph=True)
+        first = model[0].weight.grad.clone()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return first
+
+    traced.clear()
+    step, plain_model = decorate(function), copy.deepcopy(model)
+    first = step(batch(0))
+    assert len(traced) == 1
+    (expected,) = torch.autograd.grad(plain_model(batch(0)).square().mean(), plain_model[0].weight)
+    assert sqnr(first, expected) > 20 and len(step.report.breaks) == 2
 
 
 @pytest.mark.compiled
