@@ -279,9 +279,15 @@ FAULTS = (
     ),
     Fault(
         "a gradient of several calls is that of the first",
-        "grads[slot] = grads[slot] + g if slot in grads else g",
+        "grads[slot] = g if grads[slot] is None else grads[slot] + g",
         "grads[slot] = g",
         "A tensor that several layers read gets the gradient of the first of them alone.",
+    ),
+    Fault(
+        "an amax is compared with itself",
+        "largest)[1:-1], oldest_first[2:]",
+        "largest)[2:], oldest_first[2:]",
+        "Nobody is told that a jump of the inputs saturated.",
     ),
     Fault(
         "the scale of another tensor",
