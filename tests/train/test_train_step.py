@@ -837,7 +837,6 @@ class Traced(nn.Module):
 
 
 @pytest.mark.compiled
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Dynamo knows calls by another opcode")
 def test_the_model_is_traced_once() -> None:
     """Dynamo would trace it again for each of the calls that it can't trace, such as these backwards."""
     torch.manual_seed(0)
@@ -856,7 +855,8 @@ def test_the_model_is_traced_once() -> None:
     traced.clear()
     step, plain_model = decorate(function), copy.deepcopy(model)
     first = step(batch(0))
-    assert len(traced) == 1
+    if sys.version_info >= (3, 11):  # calls have other opcodes in Python 3.10, where Dynamo still goes back
+        assert len(traced) == 1
     (expected,) = torch.autograd.grad(plain_model(batch(0)).square().mean(), plain_model[0].weight)
     assert sqnr(first, expected) > 20 and len(step.report.breaks) == 2
 
