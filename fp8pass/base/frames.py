@@ -16,11 +16,11 @@ _SLOTS = 1 << 17
 def with_room(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that calls `function` with room for 1 MB of frames.
 
-    Python gets memory for frames in chunks of 16 kB. Where a call does not fit into the last one, it gets another, and
-    gives it back when the call returns. So a loop that happens to stand at the end of a chunk asks the system for
-    memory in each of its calls (python/cpython#142183; Pythons since March 2026 keep a chunk). In compilations, whose
-    stacks are deep, that took up to a quarter of the time. A frame larger than a chunk gets a larger one, which has
-    room for the frames after it.
+    From 3.11 on, Python gets memory for frames in chunks of 16 kB. Where a call does not fit into the last one, it gets
+    another, and gives it back when the call returns. So a loop that happens to stand at the end of a chunk asks the
+    system for memory in each of its calls (python/cpython#142183; Pythons since March 2026 keep a chunk). In
+    compilations, whose stacks are deep, that took up to a quarter of the time. A frame larger than a chunk gets a
+    larger one, which has room for the frames after it.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -217,11 +217,12 @@ class OneNode:
                 slots[i] = None
         outputs = [slots[i] for i in self.line.outputs]
         if saved and not self.checked:
-            self._look_at(saved, slots[: self.line.inputs] + outputs)
+            self._note_saved(saved, slots[: self.line.inputs] + outputs)
         slots.clear()
         return outputs + saved
 
-    def _look_at(self, saved: Sequence[Tensor], shown: Sequence[Any]) -> None:
+    def _note_saved(self, saved: Sequence[Tensor], shown: Sequence[Any]) -> None:
+        """Note which of the saved tensors are checked, and which of these share memory with inputs and outputs."""
         counts = [(body.count, body.checked) for body in self.bodies if isinstance(body, _Body)]
         are_checked = [i < checked for count, checked in counts for i in range(count)]
         self.checked = [i for i, is_checked in enumerate(are_checked) if is_checked]
